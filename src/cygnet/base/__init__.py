@@ -1,0 +1,1 @@
+"""Words every package shares: ids, errors, sampling, geometry, config, messages. Imports nothing of Cygnet's."""

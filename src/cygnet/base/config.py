@@ -1,0 +1,231 @@
+"""All settings of an engine and its API server: frozen, nested, documented per field.
+
+`resolve` is pure: it lays a TOML document, `--set a.b=c` overrides and CLI values over the defaults and says where each
+value came from. An unknown key is an error that names the nearest match. There is no global config.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from cygnet.base.errors import ConfigError
+from cygnet.base.units import parse_bytes
+
+
+class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which model, and how its weights are kept."""
+
+    model: Annotated[
+        str, Meta(description="gemma3-270m, smollm2-135m-instruct, a .gguf file, a Hugging Face folder, or a hub id")
+    ] = "gemma3-270m"
+    served_name: Annotated[str, Meta(description="name in the API; empty: derived from model")] = ""
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        Meta(description="weights and KV; auto: bfloat16 where the hardware has it"),
+    ] = "auto"
+    device: Annotated[str, Meta(description="torch device: auto, cpu, cuda, cuda:1")] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="longest prompt + answer in tokens; 0: the model's, or what the KV budget holds")
+    ] = 0
+    chat_template: Annotated[str, Meta(description="file with a Jinja chat template; empty: the model's own")] = ""
+
+
+class KVSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The two KV pools and the prefix tree over them."""
+
+    memory: Annotated[
+        str, Meta(description="KV budget: a size such as 2GiB, or a fraction of the free memory such as 0.3")
+    ] = "0.25"
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per block")] = 16
+    swa_share: Annotated[
+        float,
+        Meta(ge=0.0, lt=1.0, description="part of the budget that the SWA pool gets; 0: from session_tokens"),
+    ] = 0.0
+    session_tokens: Annotated[
+        int, Meta(ge=1, description="typical length of a cached session, from which the SWA pool's share is derived")
+    ] = 8192
+    windows_per_session: Annotated[
+        int, Meta(ge=1, description="windows kept per typical session, for the SWA pool's share")
+    ] = 3
+    prefix_cache: Annotated[bool, Meta(description="reuse KV between requests")] = True
+    rebuild: Annotated[bool, Meta(description="allow exact rebuild of a lost SWA window from full KV")] = True
+    retention: Annotated[tuple[str, ...], Meta(description="rules that say which SWA windows stay cached")] = (
+        "prompt_end",
+        "response_end",
+        "branch",
+        "geometric",
+    )
+    eviction: Annotated[str, Meta(description="eviction policy: value or lru")] = "value"
+    poison: Annotated[bool, Meta(description="fill freed blocks with NaN (tests and debugging)")] = False
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The scheduler and the step."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most requests running at once")] = 64
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=16, description="token budget of one step; also the largest prefill chunk")
+    ] = 1024
+    max_waiting: Annotated[int, Meta(ge=1, description="waiting requests before new ones get 429")] = 512
+    ageing_tokens_per_s: Annotated[
+        int, Meta(ge=0, description="uncached tokens that one second of waiting makes up for, in the queue's order")
+    ] = 1000
+    share_in_flight: Annotated[
+        bool, Meta(description="let a request wait for another that is computing the same prefix right now")
+    ] = True
+    attention_backend: Annotated[str, Meta(description="attention kernels: auto, or a registered name")] = "auto"
+    num_threads: Annotated[int, Meta(ge=0, description="compute threads; 0: the CPUs this process may use")] = 0
+    audit: Annotated[
+        Literal["off", "idle", "step"], Meta(description="when to re-check the bookkeeping from scratch")
+    ] = "idle"
+
+
+class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="address to listen on; the default is this machine only")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
+    api_key: Annotated[str, Meta(description="require this key (better: CYGNET_API_KEY)")] = ""
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 16 << 20
+    drain_s: Annotated[float, Meta(ge=0, description="seconds that SIGTERM waits for running requests")] = 30.0
+    cors_origins: Annotated[tuple[str, ...], Meta(description="origins allowed by CORS; none by default")] = ()
+    log_requests: Annotated[bool, Meta(description="one log line per request (never its text)")] = True
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything `cygnet serve` can be told. TOML sections have the same names as these fields."""
+
+    model: ModelSettings = ModelSettings()
+    kv: KVSettings = KVSettings()
+    engine: EngineSettings = EngineSettings()
+    api: ApiSettings = ApiSettings()
+
+
+SECRET_PATHS = frozenset({"api.api_key"})
+"""Settings whose values are never printed."""
+
+
+class ResolvedConfig(msgspec.Struct, frozen=True):
+    """A config and, per dotted path, the layer its value came from: `default`, a file, `--set`, an option, ..."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+def field_docs() -> dict[str, str]:
+    """Description of every setting by dotted path."""
+    docs: dict[str, str] = {}
+    for section, hint in get_type_hints(Config).items():
+        for name, annotated in get_type_hints(hint, include_extras=True).items():
+            metas = [m for m in getattr(annotated, "__metadata__", ()) if isinstance(m, Meta)]
+            docs[f"{section}.{name}"] = next((m.description for m in metas if m.description), "")
+    return docs
+
+
+def resolve(
+    *,
+    file: Path | None = None,
+    sets: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ResolvedConfig:
+    """Lay the layers over the defaults, weakest first: file, environment (secrets only), `sets`, `options`.
+
+    `sets` are `path=value` strings; `options` maps dotted paths to values, `None` meaning "not given".
+    Raises `ConfigError` for an unreadable file, an unknown path or a value of the wrong type or range.
+    """
+    known = field_docs()
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(known, "default")
+
+    def put(path: str, value: Any, source: str) -> None:
+        if path not in known:
+            near = get_close_matches(path, known, n=1) or get_close_matches(path.split(".")[-1], _leaves(known), n=1)
+            hint = f"; did you mean {_full_path(near[0], known)!r}?" if near else ""
+            raise ConfigError(f"unknown setting {path!r} ({source}){hint}")
+        values[path] = value
+        sources[path] = source
+
+    if file is not None:
+        for path, value in _read_toml(file).items():
+            put(path, value, f"file {file}")
+    if environment and environment.get("CYGNET_API_KEY"):
+        put("api.api_key", environment["CYGNET_API_KEY"], "env CYGNET_API_KEY")
+    for item in sets:
+        path, eq, text = item.partition("=")
+        if not eq:
+            raise ConfigError(f"--set {item!r} needs the form path=value, for example --set kv.block_size=32")
+        put(path.strip(), _parse_scalar(text.strip()), "--set")
+    for path, value in (options or {}).items():
+        if value is not None:
+            put(path, value, "option")
+
+    return ResolvedConfig(_build(values), sources)
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    """Convert with types checked, one path at a time so that the error names it."""
+    nested: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        section, name = path.split(".")
+        section_type = get_type_hints(Config)[section]
+        hint = get_type_hints(section_type, include_extras=True)[name]
+        if isinstance(value, int | float) and not isinstance(value, bool) and get_type_hints(section_type)[name] is str:
+            value = str(value)
+        try:
+            nested.setdefault(section, {})[name] = msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            shown = "(hidden)" if path in SECRET_PATHS else repr(value)
+            raise ConfigError(f"setting {path} = {shown}: {error}") from None
+    config = msgspec.convert(nested, Config)
+    check_memory(config.kv.memory)
+    return config
+
+
+def check_memory(text: str) -> int | float:
+    """Read `kv.memory`: an `int` is bytes, a `float` below 1 a fraction of the free memory."""
+    try:
+        fraction = float(text)
+    except ValueError:
+        return parse_bytes(text)
+    if 0.0 < fraction < 1.0:
+        return fraction
+    if fraction >= 1024:
+        return int(fraction)
+    raise ConfigError(f"kv.memory = {text!r}: write a size such as 2GiB, or a fraction between 0 and 1 of free memory")
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"can't read config file {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {file} is not valid TOML: {error}") from None
+    flat: dict[str, Any] = {}
+    for section, table in document.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"config file {file}: {section!r} must be a section such as [{section}]")
+        flat.update({f"{section}.{name}": value for name, value in table.items()})
+    return flat
+
+
+def _parse_scalar(text: str) -> Any:
+    """A `--set` value: TOML where it parses as TOML (numbers, booleans, lists), else the text itself."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _leaves(known: Mapping[str, str]) -> list[str]:
+    return [path.split(".")[1] for path in known]
+
+
+def _full_path(near: str, known: Mapping[str, str]) -> str:
+    return near if near in known else next(path for path in known if path.endswith("." + near))

@@ -1,0 +1,41 @@
+"""What the API needs of an engine, wherever that engine runs. Implemented by `cygnet.engine.runtime.client` (a process
+apart) and by the tests' fake; both pass the same contract test (`tests/contracts/engine_client.py`)."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from cygnet.base.messages import AddRequest, EngineReady, EngineStats, RequestOutput
+
+
+class EngineClient(Protocol):
+    """An engine as seen from an asyncio program."""
+
+    @property
+    def ready(self) -> EngineReady:
+        """What the engine said of itself at start."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest snapshot received."""
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine has died or is shutting down."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sequences added and not yet finished."""
+
+    def generate(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+        """Add `request`; yield its outputs until the one with a `finish_reason`.
+
+        Closing the iterator early (a client that disconnects, a stop string) aborts the sequence in the engine.
+        Outputs not yet consumed are merged, so a slow reader costs bounded memory.
+        Raises `EngineDeadError` when the engine is or goes away, `QueueFullError` beyond the bound on waiting requests.
+        """
+
+    async def flush_cache(self) -> None:
+        """Drop all cached blocks that no running request holds."""
+
+    async def aclose(self, *, drain_s: float = 0.0) -> None:
+        """Stop the engine, after waiting up to `drain_s` seconds for sequences in flight. Idempotent."""

@@ -1,0 +1,139 @@
+"""What the API process and the engine process say to each other (msgpack by msgspec; never pickle).
+
+API → engine:  AddRequest, AbortRequests, FlushCache, Shutdown
+engine → API:  EngineReady once, then StepOutputs after every step that has something to say, EngineFailed at the end
+"""
+
+import msgspec
+
+from cygnet.base.sampling import SamplingParams
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
+    """Start one sequence. `prompt_token_ids` is final: the engine neither adds BOS nor truncates."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt (tenant isolation)."""
+    arrival_ns: int = 0
+    """Set by the engine process on receipt when 0."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    """Stop sequences and free their blocks at the next step; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag="flush", array_like=True):
+    """Drop every cached block that no running request holds."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
+    """End the engine process. With `drain`, only after all requests have finished."""
+
+    drain: bool = False
+
+
+EngineInput = AddRequest | AbortRequests | FlushCache | Shutdown
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities (of the unmodified distribution, natural log) at one output position."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """The likeliest tokens and their log probabilities, likeliest first."""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence, in order. The last one of a sequence has `finish_reason`.
+
+    A token that stopped the sequence (EOS or a stop id) is included in `token_ids` and named in `stop_token_id`;
+    it is not part of the text.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `error`."""
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens reused from the cache (the effective hit), the same in every output of a sequence."""
+    error: str | None = None
+
+
+class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one pool: total = free + used + cached. `used` blocks belong to running requests (locked)."""
+
+    num_blocks: int = 0
+    free: int = 0
+    used: int = 0
+    cached: int = 0
+    block_bytes: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshot of the engine. Names ending in `_total` are counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    full: PoolStats = PoolStats()
+    swa: PoolStats = PoolStats()
+    tree_blocks: int = 0
+    tree_windows: int = 0
+    """Retained windows (checkpoints) in the prefix tree."""
+    steps_total: int = 0
+    computed_tokens_total: int = 0
+    """All tokens run through the model: prompt, replayed and generated ones."""
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_query_tokens_total: int = 0
+    """Prompt tokens looked up in the prefix tree (each request once, at its first admission)."""
+    full_hit_tokens_total: int = 0
+    """Longest prefix with live full KV."""
+    window_safe_hit_tokens_total: int = 0
+    """Longest prefix from which one may resume without replay."""
+    effective_hit_tokens_total: int = 0
+    """Prompt tokens not computed because of the cache."""
+    rebuilt_tokens_total: int = 0
+    """Tokens replayed to rebuild lost windows."""
+    truncated_tokens_total: int = 0
+    """Tokens of full hits that were not reused because their window was lost (full hit - effective hit)."""
+    preemptions_total: int = 0
+    evicted_full_blocks_total: int = 0
+    evicted_windows_total: int = 0
+    last_step_tokens: int = 0
+    last_step_ms: float = 0.0
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
+    """What one engine step produced; `stats` comes along a few times per second."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats | None = None
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
+    """The engine has loaded the model and sized its pools."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    window: int
+    stats: EngineStats
+    summary: str
+    """One or two lines for people: model, dtype, pools."""
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+    """The engine can't start or can't go on; `message` says why and what to do."""
+
+    message: str
+
+
+EngineOutput = StepOutputs | EngineReady | EngineFailed
