@@ -1,4 +1,4 @@
-"""Hybrid-SWA models in PyTorch: description, layers, attention backends, weights, tokenizers, one short file per family.
+"""Hybrid-SWA models in PyTorch: description, layers, attention, weights, tokenizers, one short file per family.
 
 Importing this package imports nothing heavy; `cygnet.model.tokenizer` in particular works without torch.
 """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerKV:
-    """KV storage of one layer: `key` [num_blocks, block_size, num_kv_heads, key_dim], `value` likewise with value_dim."""
+    """KV storage of one layer: `key` [num_blocks, block_size, num_kv_heads, key_dim]; `value` with value_dim."""
 
     key: Tensor
     value: Tensor
@@ -32,7 +32,7 @@ class GroupBatch:
     """First position whose KV may be read, per request. Above 0 in the swa group only: where the live window starts, or
     where the replay of a window rebuild started."""
     slot_mapping: Tensor
-    """[num_tokens] int64: flat slot (block * block_size + offset) to write each token's KV to; -1 means don't write, since
+    """[num_tokens] int64: flat slot (block * block_size + offset) to write a token's KV to; -1 means don't write, since
     the cache already holds the authoritative KV of that position (window rebuild)."""
     layers: list[LayerKV]
     """KV storage by the layer's index within its group."""

@@ -1,0 +1,26 @@
+"""What the model loader needs of a checkpoint, whatever its file format."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Checkpoint(Protocol):
+    """A model's config and weights, both in Hugging Face's names and conventions.
+
+    A GGUF file is translated on the fly: its metadata into the config.json of its architecture, its tensors into
+    Hugging Face names, layout and value conventions. So a family's file knows one naming only.
+    """
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The (text) model's config.json."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored, for progress."""
+
+    def tensors(self) -> Iterator[tuple[str, "Tensor", int]]:
+        """Yield (Hugging Face name, tensor on the CPU, bytes as stored), each tensor once; bf16 or fp32."""
