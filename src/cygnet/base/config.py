@@ -51,7 +51,7 @@ class KVSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 8192
     windows_per_session: Annotated[
         int, Meta(ge=1, description="windows kept per typical session, for the SWA pool's share")
-    ] = 3
+    ] = 2
     prefix_cache: Annotated[bool, Meta(description="reuse KV between requests")] = True
     rebuild: Annotated[bool, Meta(description="allow exact rebuild of a lost SWA window from full KV")] = True
     retention: Annotated[tuple[str, ...], Meta(description="rules that say which SWA windows stay cached")] = (

@@ -1,0 +1,333 @@
+"""KVManager: what the scheduler sees of the KV cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from cygnet.base.errors import InvariantError
+from cygnet.base.geometry import KVGeometry
+from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey, RequestId
+from cygnet.base.messages import PoolStats
+from cygnet.kv.block_pool import BlockPool
+from cygnet.kv.hashing import extend_keys
+from cygnet.kv.prefix_tree import PrefixTree
+from cygnet.kv.request_kv import RequestKV
+from cygnet.kv.retention import RETENTION_RULES, RetentionContext
+from cygnet.kv.reuse import ReusePlan, plan_reuse
+from cygnet.kv.sizing import PoolSizes
+
+
+@dataclass(frozen=True)
+class KVPolicy:
+    """Choices of the KV cache that are not sizes; see `KVSettings` for their meaning."""
+
+    prefix_cache: bool = True
+    rebuild: bool = True
+    retention: tuple[str, ...] = ("prompt_end", "response_end", "branch", "geometric")
+    eviction: str = "value"
+    track_freed: bool = False
+    """Remember freed blocks for `take_freed` (NaN poison)."""
+    seed: int = 0
+
+
+class KVManager:
+    """Two pools, the tree over them, and the block tables of the running requests.
+
+    Life of a request's KV: `new` → (`plan` → `admit`)+ → (`allocate` → `commit`)* → `free`.
+
+    Invariants (`audit`): every block of a pool is free, or owned by exactly one tree node or one request; a request's
+    nodes are locked once by it, and so are the tree's SWA blocks in its window; block tables and nodes agree.
+    Functions that may lack room say so by their result, and then nothing has changed.
+    """
+
+    def __init__(self, geometry: KVGeometry, sizes: PoolSizes, policy: KVPolicy | None = None) -> None:
+        self.geometry = geometry
+        self.sizes = sizes
+        self.policy = policy or KVPolicy()
+        self.block_size = sizes.block_size
+        self.full_pool = BlockPool("full", sizes.full_blocks, track_freed=self.policy.track_freed)
+        self.swa_pool = BlockPool("swa", sizes.swa_blocks, track_freed=self.policy.track_freed)
+        self.tree = PrefixTree(
+            self.full_pool,
+            self.swa_pool,
+            block_size=sizes.block_size,
+            window_blocks=geometry.window_blocks(sizes.block_size),
+            rebuild_tokens=geometry.rebuild_tokens,
+            eviction=self.policy.eviction,
+            seed=self.policy.seed,
+        )
+        self._rules = [RETENTION_RULES.get(name) for name in self.policy.retention]
+        self._keep_response_end = "response_end" in self.policy.retention
+        self._active: dict[RequestId, RequestKV] = {}
+
+    # ------------------------------------------------------------ admission
+
+    def new(self, request_id: RequestId, root: BlockKey, token_ids: Sequence[int]) -> RequestKV:
+        """The (empty) KV of a request that is not admitted yet, with the keys of its tokens computed."""
+        kv = RequestKV(request_id, root)
+        extend_keys(kv.keys, root, token_ids, self.block_size, len(token_ids))
+        return kv
+
+    def plan(self, kv: RequestKV, num_tokens: int) -> ReusePlan:
+        """What a sequence of `num_tokens` tokens would reuse now. Changes nothing."""
+        limit = (num_tokens - 1) // self.block_size if self.policy.prefix_cache else 0
+        full = self.tree.longest_cached(kv.keys, limit)
+        safe = self.tree.longest_window_safe(kv.keys, full)
+        return plan_reuse(
+            self.geometry,
+            block_size=self.block_size,
+            num_tokens=num_tokens,
+            num_full_blocks=full,
+            num_safe_blocks=safe,
+            allow_rebuild=self.policy.rebuild,
+        )
+
+    def admit(self, kv: RequestKV, plan: ReusePlan, *, full_room: int, swa_room: int, now_ns: int) -> bool:
+        """Lock what `plan` reuses, if afterwards `full_room` and `swa_room` blocks could still be allocated.
+
+        `plan` must have been made since the tree last changed.
+        """
+        if full_room > self.available_full or swa_room > self.available_swa:
+            return False
+        if kv.request_id in self._active:
+            raise InvariantError(f"request {kv.request_id} admitted twice")
+        self._lock_prefix(kv, plan)
+        if full_room > self.available_full or swa_room > self.available_swa:
+            self._unlock(kv)
+            return False
+        for node in kv.nodes:
+            node.last_access_ns = now_ns
+            node.hits += 1
+        self._active[kv.request_id] = kv
+        self._mark_boundaries(kv, plan)
+        return True
+
+    def _lock_prefix(self, kv: RequestKV, plan: ReusePlan) -> None:
+        for key in kv.keys[: plan.num_full_blocks]:
+            node = self.tree.get(key)
+            if node is None:
+                raise InvariantError(f"request {kv.request_id}: reuse plan is stale")
+            self.tree.lock(node)
+            kv.nodes.append(node)
+            kv.full_blocks.append(node.full_block)
+        start_block = plan.start // self.block_size
+        if self.geometry.has_swa:
+            window_start = max(0, start_block - self.tree.window_blocks) if plan.kind == "resume" else start_block
+            kv.swa_blocks = [NO_BLOCK] * window_start
+            for node in kv.nodes[window_start:start_block]:
+                self.tree.lock_swa(node)
+                kv.swa_blocks.append(node.swa_block)
+            kv.live_from = window_start
+        kv.swa_published = start_block
+        kv.num_hit_blocks = plan.num_full_blocks
+        kv.key_floor, kv.exact_from, kv.num_computed = plan.key_floor, plan.exact_from, plan.start
+
+    def _mark_boundaries(self, kv: RequestKV, plan: ReusePlan) -> None:
+        full = plan.num_full_blocks
+        context = RetentionContext(
+            prompt_blocks=(plan.num_tokens - 1) // self.block_size,
+            num_full_blocks=full,
+            num_safe_blocks=plan.num_safe_blocks,
+            diverges=full > 0 and kv.nodes[full - 1].num_children > 0,
+            window_blocks=self.tree.window_blocks,
+        )
+        kv.checkpoints = {b for rule in self._rules for b in rule(context) if b * self.block_size > plan.start}
+
+    def want_checkpoint(self, kv: RequestKV, boundary: int) -> None:
+        """Retain the window at `boundary` (blocks) when `kv` gets there: another request waits to branch off there."""
+        if boundary * self.block_size > kv.num_computed:
+            kv.checkpoints.add(boundary)
+
+    # ----------------------------------------------------------- allocation
+
+    @property
+    def available_full(self) -> int:
+        """Full blocks free or evictable."""
+        return self.full_pool.num_free + self.tree.num_evictable_full
+
+    @property
+    def available_swa(self) -> int:
+        """SWA blocks free or evictable."""
+        return self.swa_pool.num_free + self.tree.num_evictable_swa
+
+    def extent(self, kv: RequestKV) -> int:
+        """How many tokens `kv` could have blocks for at most, evicting all that can be evicted."""
+        blocks = len(kv.full_blocks) + self.available_full
+        if self.geometry.has_swa:
+            blocks = min(blocks, len(kv.swa_blocks) + self.available_swa)
+        return blocks * self.block_size
+
+    def allocate(self, kv: RequestKV, num_tokens: int, now_ns: int) -> bool:
+        """Give `kv` blocks of both groups for its first `num_tokens` tokens, evicting as needed from the pool that is
+        short. False, and no change, where there is no room."""
+        blocks = ceil(num_tokens / self.block_size)
+        full = max(0, blocks - len(kv.full_blocks))
+        swa = max(0, blocks - len(kv.swa_blocks)) if self.geometry.has_swa else 0
+        if full > self.available_full or swa > self.available_swa:
+            return False
+        if swa > self.swa_pool.num_free:
+            self.tree.evict_windows(swa - self.swa_pool.num_free, now_ns)
+        if full > self.full_pool.num_free:
+            self.tree.evict_full(full - self.full_pool.num_free, now_ns)
+        kv.full_blocks += self._take(self.full_pool, full)
+        kv.swa_blocks += self._take(self.swa_pool, swa)
+        return True
+
+    def _take(self, pool: BlockPool, count: int) -> list[BlockId]:
+        blocks = pool.allocate(count)
+        if blocks is None:
+            raise InvariantError(f"{pool.name} pool: eviction promised {count} blocks and did not free them")
+        return blocks
+
+    # ---------------------------------------------------- publish and release
+
+    def commit(self, kv: RequestKV, token_ids: Sequence[int], num_computed: int, now_ns: int) -> None:
+        """The KV of `token_ids[:num_computed]` now exists: publish whole blocks, retain and release windows."""
+        kv.num_computed = num_computed
+        if self.policy.prefix_cache:
+            extend_keys(kv.keys, kv.root, token_ids, self.block_size, num_computed)
+            self._publish_full(kv, num_computed // self.block_size, now_ns)
+            self._publish_swa(kv, num_computed // self.block_size)
+            self._retain(kv)
+        self._release_out_of_window(kv)
+
+    def _publish_full(self, kv: RequestKV, upto: int, now_ns: int) -> None:
+        for index in range(len(kv.nodes), upto):
+            node = self.tree.get(kv.keys[index])
+            if node is None:
+                parent = kv.nodes[-1] if kv.nodes else None
+                node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns)
+            else:
+                kv.private_full.add(index)
+            self.tree.lock(node)
+            kv.nodes.append(node)
+
+    def _publish_swa(self, kv: RequestKV, upto: int) -> None:
+        if not self.geometry.has_swa:
+            return
+        for index in range(kv.swa_published, upto):
+            node = kv.nodes[index]
+            if index * self.block_size >= kv.exact_from and node.swa_block == NO_BLOCK:
+                self.tree.attach_swa(node, kv.swa_blocks[index])
+            else:
+                kv.private_swa.add(index)
+        kv.swa_published = max(kv.swa_published, upto)
+
+    def _retain(self, kv: RequestKV) -> None:
+        reached = min(kv.num_computed // self.block_size, len(kv.nodes))
+        for boundary in sorted(b for b in kv.checkpoints if b <= reached):
+            kv.checkpoints.discard(boundary)
+            self.tree.add_checkpoint(kv.nodes[boundary - 1])
+
+    def _release_out_of_window(self, kv: RequestKV) -> None:
+        """Let go of SWA blocks that neither the next token nor a checkpoint at the last whole block will read."""
+        if not self.geometry.has_swa:
+            return
+        boundary = kv.num_computed // self.block_size * self.block_size
+        dead_below = max(0, boundary - self.geometry.window) // self.block_size
+        self._release_swa(kv, dead_below)
+
+    def _release_swa(self, kv: RequestKV, upto: int) -> None:
+        for index in range(kv.live_from, min(upto, len(kv.swa_blocks))):
+            block = kv.swa_blocks[index]
+            if index >= kv.swa_published or index in kv.private_swa:
+                self.swa_pool.free((block,))
+                kv.private_swa.discard(index)
+            else:
+                self.tree.unlock_swa(kv.nodes[index])
+            kv.swa_blocks[index] = NO_BLOCK
+        kv.live_from = max(kv.live_from, min(upto, len(kv.swa_blocks)))
+
+    def free(self, kv: RequestKV, now_ns: int) -> None:
+        """The request ends or is preempted: all it published stays cached, the rest is freed. `kv` is empty after."""
+        if self._active.pop(kv.request_id, None) is not kv:
+            raise InvariantError(f"request {kv.request_id} freed without being admitted")
+        boundary = min(kv.num_computed // self.block_size, len(kv.nodes), kv.swa_published)
+        if self._keep_response_end and boundary > 0:
+            self.tree.add_checkpoint(kv.nodes[boundary - 1])
+        for node in kv.nodes:
+            node.last_access_ns = now_ns
+        self._unlock(kv)
+
+    def _unlock(self, kv: RequestKV) -> None:
+        self._release_swa(kv, len(kv.swa_blocks))
+        self.full_pool.free(kv.owned_full())
+        for node in reversed(kv.nodes):
+            self.tree.unlock(node)
+        kv.clear()
+
+    # ------------------------------------------------------------- the rest
+
+    def take_freed(self) -> tuple[tuple[BlockId, ...], tuple[BlockId, ...]]:
+        """Full and SWA blocks freed since the last call, when `track_freed` is on."""
+        return self.full_pool.take_freed(), self.swa_pool.take_freed()
+
+    def flush(self) -> int:
+        """Drop every cached block that no running request holds; the number of full blocks freed."""
+        return self.tree.flush()
+
+    def pool_stats(self) -> tuple[PoolStats, PoolStats]:
+        """Full and SWA pool: free + used + cached = total, cached meaning evictable."""
+
+        def stats(pool: BlockPool, cached: int, block_bytes: int) -> PoolStats:
+            used = pool.num_blocks - pool.num_free - cached
+            return PoolStats(
+                num_blocks=pool.num_blocks, free=pool.num_free, used=used, cached=cached, block_bytes=block_bytes
+            )
+
+        return (
+            stats(self.full_pool, self.tree.num_evictable_full, self.geometry.full.block_bytes(self.block_size)),
+            stats(self.swa_pool, self.tree.num_evictable_swa, self.geometry.swa.block_bytes(self.block_size)),
+        )
+
+    def audit(self) -> list[str]:
+        """Check pools, tree and requests against each other from scratch; all discrepancies."""
+        faults = self.full_pool.audit() + self.swa_pool.audit() + self.tree.audit()
+        faults += self._audit_owners("full", self.full_pool, [n.full_block for n in self.tree.nodes()])
+        faults += self._audit_owners(
+            "swa", self.swa_pool, [n.swa_block for n in self.tree.nodes() if n.swa_block != NO_BLOCK]
+        )
+        locks: dict[int, int] = {}
+        swa_locks: dict[int, int] = {}
+        for kv in self._active.values():
+            for node in kv.nodes:
+                locks[id(node)] = locks.get(id(node), 0) + 1
+            for index in kv.shared_swa():
+                swa_locks[id(kv.nodes[index])] = swa_locks.get(id(kv.nodes[index]), 0) + 1
+            faults += self._audit_request(kv)
+        for node in self.tree.nodes():
+            if node.locks != locks.get(id(node), 0):
+                faults.append(f"node {node.index}: {node.locks} locks, {locks.get(id(node), 0)} requests hold it")
+            if node.swa_locks != swa_locks.get(id(node), 0):
+                faults.append(f"node {node.index}: {node.swa_locks} SWA locks, {swa_locks.get(id(node), 0)} holders")
+        return faults
+
+    def _audit_owners(self, group: str, pool: BlockPool, tree_blocks: list[BlockId]) -> list[str]:
+        owned = list(tree_blocks)
+        for kv in self._active.values():
+            owned += kv.owned_full() if group == "full" else kv.owned_swa()
+        faults = []
+        if len(set(owned)) != len(owned):
+            faults.append(f"{group} pool: a block has two owners")
+        if len(owned) + pool.num_free != pool.num_blocks:
+            faults.append(f"{group} pool: {len(owned)} owned + {pool.num_free} free != {pool.num_blocks}")
+        faults += [f"{group} pool: owned block {block} is free" for block in owned if pool.is_free(block)]
+        return faults
+
+    def _audit_request(self, kv: RequestKV) -> list[str]:
+        name = f"request {kv.request_id}"
+        faults = [
+            f"{name}: block {i} is not its node's"
+            for i, node in enumerate(kv.nodes)
+            if i not in kv.private_full and kv.full_blocks[i] != node.full_block
+        ]
+        faults += [
+            f"{name}: SWA block {i} is not its node's"
+            for i in kv.shared_swa()
+            if kv.swa_blocks[i] != kv.nodes[i].swa_block
+        ]
+        if any(block != NO_BLOCK for block in kv.swa_blocks[: kv.live_from]):
+            faults.append(f"{name}: live SWA blocks out of its window")
+        if any(block == NO_BLOCK for block in kv.swa_blocks[kv.live_from :]):
+            faults.append(f"{name}: holes in its SWA window")
+        return faults

@@ -1,0 +1,430 @@
+"""The prefix tree: which blocks of KV are cached, under which prefix.
+
+One node is one block, found by its chained key. A radix tree over runs of blocks would have fewer nodes, but must split
+nodes at every divergence and whenever part of a run loses its SWA KV, which is where such trees break; with chained
+keys a node needs no token comparison, no split, and the longest cached prefix is found by bisection.
+
+    root ── b0 ── b1 ── b2 ── b3 ── b4        full KV live in every node
+            .     .     .     s     s         SWA KV (s) only where a request runs or a checkpoint keeps it
+                                    ▲ checkpoint: its window (the last `window_blocks` nodes up to here) stays
+
+A boundary is *window-safe* when all SWA blocks of the window before it are live. SWA blocks live while a running
+request reads them (`swa_locks`) or a checkpoint covers them (`swa_marks`), and are freed with the last of these.
+Windows are thus kept and evicted whole: dropping a checkpoint frees what no other one covers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from cygnet.base.errors import InvariantError
+from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey
+from cygnet.kv.block_pool import BlockPool
+from cygnet.kv.eviction import EVICTION_POLICIES, Candidate, SampledSet
+
+SAMPLE = 16
+
+
+class Node:
+    """One cached block. `index` is its place in the sequence: it holds tokens `index * block_size` and on."""
+
+    __slots__ = (
+        "checkpoint",
+        "full_block",
+        "hits",
+        "index",
+        "key",
+        "last_access_ns",
+        "locks",
+        "num_children",
+        "parent",
+        "swa_block",
+        "swa_locks",
+        "swa_marks",
+    )
+
+    def __init__(self, key: BlockKey, parent: "Node | None", index: int, full_block: BlockId, now_ns: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.index = index
+        self.full_block = full_block
+        self.swa_block = NO_BLOCK
+        self.locks = 0
+        self.swa_locks = 0
+        self.swa_marks = 0
+        self.num_children = 0
+        self.checkpoint: Checkpoint | None = None
+        self.last_access_ns = now_ns
+        self.hits = 0
+
+    def path_up(self, count: int) -> Iterator["Node"]:
+        """This node and its ancestors, at most `count` nodes."""
+        node: Node | None = self
+        while node is not None and count > 0:
+            yield node
+            node, count = node.parent, count - 1
+
+
+class Checkpoint:
+    """A retained window: the tree keeps the SWA KV of the window that ends with `node`."""
+
+    __slots__ = ("dropped", "node", "previous")
+
+    def __init__(self, node: Node, previous: "Checkpoint | None") -> None:
+        self.node = node
+        self.previous = previous
+        """The checkpoint before this one on the same path when this one was made (it may be dropped since)."""
+        self.dropped = False
+
+    def live_previous(self) -> "Checkpoint | None":
+        """Nearest earlier checkpoint still there; skips dropped ones for good."""
+        while self.previous is not None and self.previous.dropped:
+            self.previous = self.previous.previous
+        return self.previous
+
+
+class PrefixTree:
+    """Cached blocks of both pools.
+
+    Invariants (`audit`):
+      - a node's parent is in the tree; `num_children` counts its children; keys chain;
+      - every node holds one full block; no block is held twice or free in its pool;
+      - `locks` never grows towards the leaves: a node is locked by at least the requests that lock its children;
+      - a node holds an SWA block only while `swa_locks + swa_marks > 0`; `swa_locks > 0` implies `locks > 0`;
+      - `swa_marks` counts the checkpoints whose window covers the node; a checkpoint's whole window is live;
+      - the leaf set holds exactly the unlocked nodes without children; the two evictable counters are exact.
+
+    `seed` fixes the sampling of eviction victims. All times are integer nanoseconds given by the caller.
+    """
+
+    def __init__(
+        self,
+        full_pool: BlockPool,
+        swa_pool: BlockPool,
+        *,
+        block_size: int,
+        window_blocks: int,
+        rebuild_tokens: int,
+        eviction: str = "value",
+        seed: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        self.window_blocks = window_blocks
+        self._full_pool = full_pool
+        self._swa_pool = swa_pool
+        self._rebuild_tokens = rebuild_tokens
+        self._policy = EVICTION_POLICIES.get(eviction)
+        self._nodes: dict[BlockKey, Node] = {}
+        self._leaves: SampledSet[Node] = SampledSet(seed)
+        self._checkpoints: SampledSet[Checkpoint] = SampledSet(seed + 1)
+        self._victim: Node | None = None
+        self._victim_access_ns = 0
+        self.num_evictable_full = 0
+        self.num_evictable_swa = 0
+        self.num_swa_blocks = 0
+        self.evicted_full_blocks_total = 0
+        self.evicted_windows_total = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self._checkpoints)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, in insertion order."""
+        return iter(self._nodes.values())
+
+    def get(self, key: BlockKey) -> Node | None:
+        return self._nodes.get(key)
+
+    # ------------------------------------------------------------------ match
+
+    def longest_cached(self, keys: Sequence[BlockKey], limit: int) -> int:
+        """Number of leading blocks of `keys[:limit]` in the tree. O(log n)."""
+        low, high = 0, min(limit, len(keys))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in self._nodes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def longest_window_safe(self, keys: Sequence[BlockKey], num_full: int) -> int:
+        """Largest window-safe boundary at or below `num_full` cached blocks, in blocks; 0 when there is none.
+
+        A boundary nearer to the start than one window needs every block before it. O(num_full) at worst, O(window)
+        when the answer is near `num_full`.
+        """
+        if self.window_blocks == 0 or num_full == 0:
+            return num_full
+        boundary, run = num_full, 0
+        node: Node | None = self._nodes[keys[num_full - 1]]
+        while node is not None:
+            if node.swa_block == NO_BLOCK:
+                boundary, run = node.index, 0
+            else:
+                run += 1
+                if run == self.window_blocks:
+                    return boundary
+            node = node.parent
+        return boundary
+
+    # --------------------------------------------------------- insert and lock
+
+    def insert(self, key: BlockKey, parent: Node | None, full_block: BlockId, now_ns: int) -> Node:
+        """Add a block under `parent` (`None`: the root); the tree owns `full_block` from now on. Not yet locked."""
+        if key in self._nodes:
+            raise InvariantError(f"block key {key.hex()} inserted twice")
+        node = Node(key, parent, parent.index + 1 if parent else 0, full_block, now_ns)
+        self._nodes[key] = node
+        if parent is not None:
+            parent.num_children += 1
+            self._leaves.discard(parent)
+        self._leaves.add(node)
+        self.num_evictable_full += 1
+        return node
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` from eviction until `unlock`. Its parent must be locked at least as often."""
+        node.locks += 1
+        if node.locks == 1:
+            self.num_evictable_full -= 1
+            self._leaves.discard(node)
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`; children must have been unlocked first."""
+        if node.locks <= 0:
+            raise InvariantError(f"node {node.index} unlocked more often than locked")
+        node.locks -= 1
+        if node.locks == 0:
+            self.num_evictable_full += 1
+            if node.num_children == 0:
+                self._leaves.add(node)
+
+    # ------------------------------------------------------------ SWA windows
+
+    def attach_swa(self, node: Node, block: BlockId) -> None:
+        """Give `node` (which must have none) a live SWA block, locked once for the giver."""
+        if node.swa_block != NO_BLOCK:
+            raise InvariantError(f"node {node.index} has an SWA block already")
+        node.swa_block = block
+        node.swa_locks = 1
+        self.num_swa_blocks += 1
+
+    def lock_swa(self, node: Node) -> None:
+        """Keep `node`'s live SWA block until `unlock_swa`."""
+        if node.swa_block == NO_BLOCK:
+            raise InvariantError(f"node {node.index} has no SWA block to lock")
+        node.swa_locks += 1
+        if node.swa_locks == 1:
+            self.num_evictable_swa -= 1
+
+    def unlock_swa(self, node: Node) -> None:
+        """Undo one `lock_swa` or `attach_swa`; an SWA block that nothing keeps is freed."""
+        if node.swa_locks <= 0:
+            raise InvariantError(f"SWA block of node {node.index} unlocked more often than locked")
+        node.swa_locks -= 1
+        if node.swa_locks == 0:
+            if node.swa_marks == 0:
+                self._free_swa(node)
+            else:
+                self.num_evictable_swa += 1
+
+    def add_checkpoint(self, node: Node) -> bool:
+        """Keep the window that ends with `node`. False, and no change, if that window is not wholly live."""
+        if self.window_blocks == 0:
+            return False
+        if node.checkpoint is not None:
+            return True
+        window = list(node.path_up(self.window_blocks))
+        if any(member.swa_block == NO_BLOCK for member in window):
+            return False
+        for member in window:
+            member.swa_marks += 1
+        node.checkpoint = Checkpoint(node, self._nearest_checkpoint(node))
+        self._checkpoints.add(node.checkpoint)
+        return True
+
+    def drop_checkpoint(self, node: Node) -> int:
+        """Stop keeping the window that ends with `node`; the number of SWA blocks this freed."""
+        checkpoint = node.checkpoint
+        if checkpoint is None:
+            return 0
+        freed = 0
+        for member in node.path_up(self.window_blocks):
+            member.swa_marks -= 1
+            if member.swa_marks == 0 and member.swa_locks == 0:
+                self.num_evictable_swa -= 1
+                self._free_swa(member)
+                freed += 1
+        checkpoint.dropped = True
+        node.checkpoint = None
+        self._checkpoints.discard(checkpoint)
+        return freed
+
+    def _free_swa(self, node: Node) -> None:
+        self._swa_pool.free((node.swa_block,))
+        node.swa_block = NO_BLOCK
+        self.num_swa_blocks -= 1
+
+    def _nearest_checkpoint(self, node: Node) -> Checkpoint | None:
+        """The nearest checkpoint above `node`, no farther than a rebuild would reach (beyond, its distance is moot)."""
+        reach = self._rebuild_tokens // self.block_size + 1
+        for member in node.path_up(reach):
+            if member.checkpoint is not None and member is not node:
+                return member.checkpoint
+        return None
+
+    # ---------------------------------------------------------------- evict
+
+    def evict_full(self, count: int, now_ns: int) -> bool:
+        """Free at least `count` full blocks, or do nothing and say False.
+
+        Leaves go first, and the same sequence goes on being trimmed from its end before another is touched, so that a
+        shortage costs one stale session its tail and not every session its last block.
+        """
+        if count > self.num_evictable_full:
+            return False
+        while count > 0:
+            leaf = self._victim
+            # Used since: no longer stale, so the choice is made anew.
+            if leaf is None or leaf not in self._leaves or leaf.last_access_ns != self._victim_access_ns:
+                leaf = self._pick_leaf(now_ns)
+            self._remove(leaf)
+            count -= 1
+            self._victim = leaf.parent
+            self._victim_access_ns = leaf.last_access_ns
+        return True
+
+    def evict_windows(self, count: int, now_ns: int) -> bool:
+        """Free at least `count` SWA blocks by dropping whole windows, or do nothing and say False."""
+        if count > self.num_evictable_swa:
+            return False
+        while count > 0:
+            count -= self.drop_checkpoint(self._pick_window(now_ns).node)
+            self.evicted_windows_total += 1
+        return True
+
+    def flush(self) -> int:
+        """Drop everything unlocked; the number of full blocks freed."""
+        before = len(self._nodes)
+        for checkpoint in list(self._checkpoints):
+            self.drop_checkpoint(checkpoint.node)
+        while len(self._leaves):
+            for leaf in list(self._leaves):
+                self._remove(leaf)
+        return before - len(self._nodes)
+
+    def _remove(self, leaf: Node) -> None:
+        self.drop_checkpoint(leaf)
+        if leaf.swa_block != NO_BLOCK or leaf.locks or leaf.num_children:
+            raise InvariantError(f"evicted node {leaf.index} is still in use")
+        del self._nodes[leaf.key]
+        self._leaves.discard(leaf)
+        self.num_evictable_full -= 1
+        self.evicted_full_blocks_total += 1
+        self._full_pool.free((leaf.full_block,))
+        parent = leaf.parent
+        if parent is not None:
+            parent.num_children -= 1
+            if parent.num_children == 0 and parent.locks == 0:
+                self._leaves.add(parent)
+
+    def _pick_leaf(self, now_ns: int) -> Node:
+        def worth(leaf: Node) -> float:
+            saved = self.block_size + (self._window_saving(leaf.checkpoint) if leaf.checkpoint else 0)
+            return self._policy(Candidate(saved, 1, leaf.hits, now_ns - leaf.last_access_ns))
+
+        return min(self._leaves.sample(SAMPLE), key=worth)
+
+    def _pick_window(self, now_ns: int) -> Checkpoint:
+        def freed_by(checkpoint: Checkpoint) -> int:
+            window = checkpoint.node.path_up(self.window_blocks)
+            return sum(1 for member in window if member.swa_marks == 1 and member.swa_locks == 0)
+
+        def best(checkpoints: Sequence[Checkpoint], blocks: Callable[[Checkpoint], int]) -> Checkpoint | None:
+            worths = [
+                (self._policy(Candidate(self._window_saving(c), b, c.node.hits, now_ns - c.node.last_access_ns)), i)
+                for i, c in enumerate(checkpoints)
+                if (b := blocks(c)) > 0
+            ]
+            return checkpoints[min(worths)[1]] if worths else None
+
+        sampled = best(self._checkpoints.sample(SAMPLE), freed_by)
+        if sampled is not None:
+            return sampled
+        everything = list(self._checkpoints)
+        # Where windows overlap, dropping any one may free nothing by itself; then the least worth of all goes, which
+        # leaves its neighbours sole keepers of the shared blocks.
+        chosen = best(everything, freed_by) or best(everything, lambda _: self.window_blocks)
+        if chosen is None:
+            raise InvariantError("SWA blocks are counted evictable, but no checkpoint keeps any")
+        return chosen
+
+    def _window_saving(self, checkpoint: Checkpoint) -> int:
+        """Tokens to compute again if this window were lost: from the checkpoint before it, or by a rebuild."""
+        previous = checkpoint.live_previous()
+        start = previous.node.index + 1 if previous else 0
+        return min((checkpoint.node.index + 1 - start) * self.block_size, self._rebuild_tokens)
+
+    # ---------------------------------------------------------------- audit
+
+    def audit(self) -> list[str]:
+        """Recompute every derived quantity from the nodes alone; all discrepancies. O(nodes x window)."""
+        faults: list[str] = []
+        children: dict[int, int] = {}
+        marks: dict[int, int] = {}
+        full_seen: set[int] = set()
+        swa_seen: set[int] = set()
+        for node in self._nodes.values():
+            if node.parent is not None:
+                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
+            if node.checkpoint is not None:
+                for member in node.path_up(self.window_blocks):
+                    marks[id(member)] = marks.get(id(member), 0) + 1
+        for key, node in self._nodes.items():
+            name = f"node {node.index} ({key.hex()[:8]})"
+            faults += self._audit_node(name, key, node, children.get(id(node), 0), marks.get(id(node), 0))
+            if node.full_block in full_seen:
+                faults.append(f"{name}: full block {node.full_block} is held twice")
+            full_seen.add(node.full_block)
+            if node.swa_block != NO_BLOCK:
+                if node.swa_block in swa_seen:
+                    faults.append(f"{name}: SWA block {node.swa_block} is held twice")
+                swa_seen.add(node.swa_block)
+        return faults + self._audit_counters(len(swa_seen))
+
+    def _audit_node(self, name: str, key: BlockKey, node: Node, children: int, marks: int) -> list[str]:
+        parent = node.parent
+        checks = (
+            (node.key == key, "is filed under another key"),
+            (parent is None or self._nodes.get(parent.key) is parent, "has a parent outside the tree"),
+            (node.index == (parent.index + 1 if parent else 0), "has a wrong index"),
+            (parent is None or parent.locks >= node.locks, "is locked more often than its parent"),
+            (node.num_children == children, f"counts {node.num_children} children, has {children}"),
+            (node.swa_marks == marks, f"counts {node.swa_marks} covering checkpoints, has {marks}"),
+            (not self._full_pool.is_free(node.full_block), f"holds free full block {node.full_block}"),
+            (node.swa_block == NO_BLOCK or not self._swa_pool.is_free(node.swa_block), "holds a free SWA block"),
+            (
+                (node.swa_block != NO_BLOCK) == (node.swa_locks + node.swa_marks > 0),
+                "keeps SWA without reason or vice versa",
+            ),
+            (node.swa_locks == 0 or node.locks > 0, "has its SWA locked but not itself"),
+            ((node in self._leaves) == (node.locks == 0 and children == 0), "is wrongly in or out of the leaf set"),
+            (node.checkpoint is None or node.checkpoint in self._checkpoints, "has an unlisted checkpoint"),
+        )
+        return [f"{name} {fault}" for good, fault in checks if not good]
+
+    def _audit_counters(self, num_swa: int) -> list[str]:
+        nodes = self._nodes.values()
+        evictable_full = sum(1 for n in nodes if n.locks == 0)
+        evictable_swa = sum(1 for n in nodes if n.swa_block != NO_BLOCK and n.swa_locks == 0)
+        checkpoints = sum(1 for n in nodes if n.checkpoint is not None)
+        checks = (
+            ("evictable full blocks", self.num_evictable_full, evictable_full),
+            ("evictable SWA blocks", self.num_evictable_swa, evictable_swa),
+            ("SWA blocks", self.num_swa_blocks, num_swa),
+            ("checkpoints", len(self._checkpoints), checkpoints),
+        )
+        return [f"tree counts {counted} {what}, has {real}" for what, counted, real in checks if counted != real]

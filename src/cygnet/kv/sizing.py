@@ -1,0 +1,79 @@
+"""From a byte budget to the two pools, in one pass."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from cygnet.base.errors import ConfigError
+from cygnet.base.geometry import KVGeometry
+from cygnet.base.units import format_bytes
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Blocks per pool, and the longest request they can serve."""
+
+    block_size: int
+    full_blocks: int
+    swa_blocks: int
+    max_model_len: int
+
+    def num_bytes(self, geometry: KVGeometry) -> int:
+        """Bytes of both pools."""
+        return self.full_blocks * geometry.full.block_bytes(
+            self.block_size
+        ) + self.swa_blocks * geometry.swa.block_bytes(self.block_size)
+
+
+def min_swa_blocks(geometry: KVGeometry, block_size: int, chunk: int) -> int:
+    """SWA blocks that one request needs to run a chunk: window + chunk, and one block as neither is block-aligned."""
+    return geometry.window_blocks(block_size) + ceil(chunk / block_size) + 1 if geometry.has_swa else 0
+
+
+def plan_pools(
+    geometry: KVGeometry,
+    *,
+    block_size: int,
+    budget_bytes: int,
+    chunk: int,
+    model_max_len: int,
+    max_model_len: int = 0,
+    swa_share: float = 0.0,
+    session_tokens: int = 8192,
+    windows_per_session: int = 2,
+) -> PoolSizes:
+    """Split `budget_bytes` between the full and the SWA pool.
+
+    The SWA pool gets `swa_share` of the budget or, when that is 0, the share it has in a cached session of
+    `session_tokens` tokens with `windows_per_session` retained windows; never less than one request's window + chunk +
+    one block, never more than the full pool's tokens could use. `max_model_len` 0 means as long as the model and the
+    full pool allow; a given one must fit. Raises `ConfigError` naming the smallest budget that works.
+    """
+    full_block, swa_block = geometry.full.block_bytes(block_size), geometry.swa.block_bytes(block_size)
+    length = min(max_model_len or model_max_len, model_max_len)
+    needed_full = ceil(length / block_size) if max_model_len else ceil(chunk / block_size) + 1
+    needed_swa = min_swa_blocks(geometry, block_size, min(chunk, length))
+    minimum = needed_full * full_block + needed_swa * swa_block
+    if budget_bytes < minimum:
+        raise ConfigError(
+            f"KV budget {format_bytes(budget_bytes)} is below the minimum of {format_bytes(minimum)} "
+            f"({minimum} bytes): {needed_full * block_size} tokens of full KV"
+            + (f" + window {geometry.window} + chunk {min(chunk, length)} + one block of SWA KV" if needed_swa else "")
+            + "; raise --kv-cache-memory, or lower --max-num-batched-tokens"
+            + (" or --max-model-len" if max_model_len else "")
+        )
+    if not geometry.has_swa:
+        full_blocks, swa_blocks = budget_bytes // full_block, 0
+    else:
+        share = swa_share or _session_share(geometry, session_tokens, windows_per_session)
+        swa_blocks = max(needed_swa, int(budget_bytes * share) // swa_block)
+        swa_blocks = min(swa_blocks, (budget_bytes - needed_full * full_block) // swa_block)
+        # Beyond one SWA block per full block nothing could be mapped to it.
+        even = budget_bytes // (full_block + swa_block)
+        swa_blocks = max(needed_swa, min(swa_blocks, even))
+        full_blocks = (budget_bytes - swa_blocks * swa_block) // full_block
+    return PoolSizes(block_size, full_blocks, swa_blocks, min(length, full_blocks * block_size))
+
+
+def _session_share(geometry: KVGeometry, session_tokens: int, windows: int) -> float:
+    full = session_tokens * geometry.full.token_bytes
+    return 1.0 - full / geometry.cached_bytes(session_tokens, windows)
