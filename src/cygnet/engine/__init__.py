@@ -1,0 +1,1 @@
+"""The engine: which tokens run in the next step. Pure; `runtime/` runs them."""

@@ -1,0 +1,208 @@
+"""EngineCore: requests in, step plans out, results in, events out. Pure: no clock, no device, no I/O."""
+
+from collections.abc import Iterable
+
+from cygnet.base.errors import ContextLengthError, InvalidRequestError, InvariantError, QueueFullError
+from cygnet.base.ids import RequestId
+from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
+from cygnet.engine.plan import SampledToken, StepPlan, StepResult
+from cygnet.engine.request import Request
+from cygnet.engine.scheduler import Scheduler, SchedulerPolicy
+from cygnet.kv.hashing import root_key
+from cygnet.kv.manager import KVManager
+
+
+class EngineCore:
+    """One replica's engine, as a state machine.
+
+        add / abort   at any time between `apply` and the next `schedule`
+        schedule(now) → StepPlan, or None when nothing can run
+        apply(result, now) → outputs; must follow each plan before the next `schedule`
+
+    Times are integer nanoseconds of any monotonic clock. `fingerprint` names what KV depends on besides tokens
+    (model, dtype);
+    `eos_token_ids` end a sequence unless it ignores them.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        policy: SchedulerPolicy,
+        *,
+        fingerprint: str,
+        eos_token_ids: Iterable[int] = (),
+        vocab_size: int,
+        max_waiting: int = 512,
+    ) -> None:
+        self.kv = kv
+        self._scheduler = Scheduler(kv, policy)
+        self._fingerprint = fingerprint
+        self._eos = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._max_waiting = max_waiting
+        self._requests: dict[RequestId, Request] = {}
+        self._plan: StepPlan | None = None
+        self._num_added = 0
+        self._steps = 0
+        self._computed_tokens = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests waiting or running."""
+        return len(self._requests)
+
+    # --------------------------------------------------------------- requests
+
+    def add(self, message: AddRequest, now_ns: int) -> None:
+        """Queue a request. Raises a `RequestError` if it can't be served, now or ever."""
+        request_id = RequestId(message.request_id)
+        self._check(message)
+        arrival = message.arrival_ns or now_ns
+        root = root_key(self._fingerprint, message.cache_salt)
+        sampling = message.sampling
+        request = Request(
+            request_id,
+            list(message.prompt_token_ids),
+            len(message.prompt_token_ids),
+            sampling,
+            max_tokens=min(sampling.max_tokens, self.kv.sizes.max_model_len - len(message.prompt_token_ids)),
+            arrival_ns=arrival,
+            sequence=self._num_added,
+            kv=self.kv.new(request_id, root, message.prompt_token_ids),
+            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
+        )
+        self._num_added += 1
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def _check(self, message: AddRequest) -> None:
+        request_id, tokens = message.request_id, message.prompt_token_ids
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", request_id=request_id)
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty", param="prompt", request_id=request_id)
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            raise InvalidRequestError(
+                f"prompt token ids must be between 0 and {self._vocab_size - 1}", param="prompt", request_id=request_id
+            )
+        message.sampling.validate()
+        if len(tokens) >= self.kv.sizes.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens; with at least one answer token this server holds "
+                f"{self.kv.sizes.max_model_len}",
+                param="prompt",
+                request_id=request_id,
+            )
+        if len(self._scheduler.waiting) >= self._max_waiting:
+            raise QueueFullError(f"{self._max_waiting} requests are waiting already", request_id=request_id)
+
+    def abort(self, request_ids: Iterable[str], now_ns: int) -> list[RequestOutput]:
+        """End requests; their blocks are free (or cached) at once. Ids not known are ignored."""
+        return [
+            self._finish(request, "abort", now_ns)
+            for request_id in request_ids
+            if (request := self._requests.get(RequestId(request_id))) is not None
+        ]
+
+    def flush_cache(self) -> int:
+        """Drop all cached blocks that no running request holds; the number of full blocks freed."""
+        return self.kv.flush()
+
+    # ------------------------------------------------------------------- steps
+
+    def schedule(self, now_ns: int) -> StepPlan | None:
+        """Decide the next step. `None` when no request can run (none is there, since progress is guaranteed)."""
+        if self._plan is not None:
+            raise InvariantError("schedule called again before the last plan's result was applied")
+        if not self._requests:
+            return None
+        new, scheduled, gone = self._scheduler.schedule(now_ns)
+        if not scheduled:
+            raise InvariantError(f"{len(self._requests)} requests are there and none can run")
+        freed_full, freed_swa = self.kv.take_freed()
+        self._plan = StepPlan(self._steps, tuple(gone), tuple(new), tuple(scheduled), freed_full, freed_swa)
+        self._steps += 1
+        return self._plan
+
+    def apply(self, result: StepResult, now_ns: int) -> list[RequestOutput]:
+        """Take in what a plan's forward pass gave. Requests aborted meanwhile are passed over."""
+        plan, self._plan = self._plan, None
+        if plan is None or plan.step != result.step:
+            raise InvariantError(f"result of step {result.step} does not belong to the plan in flight")
+        outputs = []
+        for scheduled in plan.requests:
+            request = self._requests.get(scheduled.request_id)
+            if request is None or not request.running:
+                continue
+            self._computed_tokens += scheduled.num_tokens
+            self.kv.commit(request.kv, request.token_ids, scheduled.start + scheduled.num_tokens, now_ns)
+            if scheduled.sample:
+                outputs.append(self._append(request, result.sampled[request.request_id], now_ns))
+        return outputs
+
+    def _append(self, request: Request, sampled: SampledToken, now_ns: int) -> RequestOutput:
+        if request.num_output_tokens == 0:
+            self._prompt_tokens += request.num_prompt_tokens
+        request.token_ids.append(sampled.token_id)
+        self._generated_tokens += 1
+        stopped = sampled.token_id in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens
+        if stopped or request.num_output_tokens >= request.max_tokens:
+            return self._finish(request, "stop" if stopped else "length", now_ns, sampled)
+        return self._output(request, sampled)
+
+    def _finish(self, request: Request, reason: str, now_ns: int, sampled: SampledToken | None = None) -> RequestOutput:
+        del self._requests[request.request_id]
+        self._scheduler.remove(request, now_ns)
+        request.finish_reason = reason
+        return self._output(request, sampled)
+
+    def _output(self, request: Request, sampled: SampledToken | None) -> RequestOutput:
+        logprobs = [sampled.logprobs] if sampled and sampled.logprobs else None
+        return RequestOutput(
+            request.request_id,
+            [sampled.token_id] if sampled else [],
+            logprobs,
+            request.finish_reason,
+            sampled.token_id if sampled and request.finish_reason == "stop" else None,
+            request.num_cached_tokens or 0,
+        )
+
+    # -------------------------------------------------------------------- stats
+
+    def stats(self, *, last_step_tokens: int = 0, last_step_ms: float = 0.0) -> EngineStats:
+        """Snapshot of counters and gauges. O(1)."""
+        full, swa = self.kv.pool_stats()
+        seen, tree = self._scheduler.stats, self.kv.tree
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            full=full,
+            swa=swa,
+            tree_blocks=len(tree),
+            tree_windows=tree.num_checkpoints,
+            steps_total=self._steps,
+            computed_tokens_total=self._computed_tokens,
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generated_tokens,
+            prefix_query_tokens_total=seen.query_tokens,
+            full_hit_tokens_total=seen.full_hit_tokens,
+            window_safe_hit_tokens_total=seen.window_safe_hit_tokens,
+            effective_hit_tokens_total=seen.effective_hit_tokens,
+            rebuilt_tokens_total=seen.rebuilt_tokens,
+            truncated_tokens_total=seen.full_hit_tokens - seen.effective_hit_tokens,
+            preemptions_total=seen.preemptions,
+            evicted_full_blocks_total=tree.evicted_full_blocks_total,
+            evicted_windows_total=tree.evicted_windows_total,
+            last_step_tokens=last_step_tokens,
+            last_step_ms=last_step_ms,
+        )
+
+    def audit(self) -> list[str]:
+        """Recompute all bookkeeping from scratch; all discrepancies."""
+        faults = self.kv.audit() + self._scheduler.audit()
+        known = len(self._scheduler.running) + len(self._scheduler.waiting)
+        if known != len(self._requests):
+            faults.append(f"{len(self._requests)} requests known, {known} waiting or running")
+        return faults

@@ -1,0 +1,244 @@
+"""The scheduler: one token budget per step; decodes first, then prefill chunks, then new requests."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from cygnet.base.ids import RequestId
+from cygnet.engine.plan import NewRequest, ScheduledRequest
+from cygnet.engine.queue import WaitingQueue
+from cygnet.engine.request import Request
+from cygnet.kv.hashing import common_blocks
+from cygnet.kv.manager import KVManager
+from cygnet.kv.reuse import ReusePlan
+
+
+@dataclass(frozen=True)
+class SchedulerPolicy:
+    """Limits and choices; see `EngineSettings` for their meaning."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    ageing_tokens_per_s: int = 1000
+    share_in_flight: bool = True
+
+
+@dataclass(slots=True)
+class AdmissionStats:
+    """Counters of what admissions found in the cache (each request once, at its first admission)."""
+
+    query_tokens: int = 0
+    full_hit_tokens: int = 0
+    window_safe_hit_tokens: int = 0
+    effective_hit_tokens: int = 0
+    rebuilt_tokens: int = 0
+    preemptions: int = 0
+
+
+class Batch:
+    """Tokens chosen so far for one step, within the token budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.left = budget
+        self.counts: dict[RequestId, int] = {}
+
+    def put(self, request_id: RequestId, count: int) -> None:
+        self.counts[request_id] = count
+        self.left -= count
+
+    def drop(self, request_id: RequestId) -> None:
+        self.left += self.counts.pop(request_id, 0)
+
+
+class Scheduler:
+    """Chooses the tokens of the next step.
+
+    Progress: running requests are served oldest first, and one that finds no room preempts younger ones. The oldest can
+    thus always end up alone, and alone it fits: its length was checked on arrival, its chunk shrinks to what the SWA
+    pool leaves, and the pools are never smaller than one window + one block (`plan_pools`).
+
+    Invariants: a request is waiting or running, never both; running requests hold KV, waiting ones hold none.
+    """
+
+    def __init__(self, kv: KVManager, policy: SchedulerPolicy) -> None:
+        self._kv = kv
+        self._policy = policy
+        self.waiting = WaitingQueue(policy.ageing_tokens_per_s)
+        self.running: dict[RequestId, Request] = {}
+        self.stats = AdmissionStats()
+        self._gone: list[RequestId] = []
+
+    def add(self, request: Request) -> None:
+        """Put a request in the queue."""
+        self.waiting.push(request, self._plan(request).num_uncached_tokens)
+
+    def remove(self, request: Request, now_ns: int) -> None:
+        """Take a request out, waiting or running; its KV goes to the tree."""
+        if request.running:
+            del self.running[request.request_id]
+            self._stop(request, now_ns)
+        else:
+            self.waiting.remove(request.request_id)
+
+    def schedule(self, now_ns: int) -> tuple[list[NewRequest], list[ScheduledRequest], list[RequestId]]:
+        """New rows, what to run, and rows to forget. Blocks are allocated for all that is returned."""
+        batch = Batch(self._policy.max_num_batched_tokens)
+        by_age = sorted(self.running.values(), key=lambda r: r.priority)
+        before = self.stats.preemptions
+        for decode in (True, False):
+            for request in by_age:
+                if request.running and (request.num_remaining_tokens == 1) == decode:
+                    self._grow(request, batch, now_ns)
+        admitted = self._admit(batch, now_ns) if self.stats.preemptions == before else []
+        new = [self._describe(request) for request in admitted]
+        scheduled = [self._dispatch(self.running[rid], count) for rid, count in batch.counts.items()]
+        gone, self._gone = self._gone, []
+        return new, scheduled, gone
+
+    # ------------------------------------------------------ running requests
+
+    def _grow(self, request: Request, batch: Batch, now_ns: int) -> None:
+        """Give `request` as many of its remaining tokens as budget and pools allow, preempting younger ones for one."""
+        if batch.left <= 0:
+            return
+        computed = request.num_computed_tokens
+        while (room := self._kv.extent(request.kv) - computed) <= 0:
+            victim = max(self.running.values(), key=lambda r: r.priority)
+            if victim is request:
+                return  # the youngest waits for the others to end
+            self._preempt(victim, now_ns)
+            batch.drop(victim.request_id)
+        count = min(request.num_remaining_tokens, batch.left, room)
+        if self._kv.allocate(request.kv, computed + count, now_ns):
+            batch.put(request.request_id, count)
+
+    def _preempt(self, victim: Request, now_ns: int) -> None:
+        """Back to the queue. What it computed stays in the tree for as long as there is room."""
+        del self.running[victim.request_id]
+        self._stop(victim, now_ns)
+        victim.num_preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.push(victim, self._plan(victim).num_uncached_tokens)
+
+    def _stop(self, request: Request, now_ns: int) -> None:
+        request.running = False
+        self._kv.free(request.kv, now_ns)
+        self._gone.append(request.request_id)
+
+    # --------------------------------------------------------------- admission
+
+    def _plan(self, request: Request) -> ReusePlan:
+        return self._kv.plan(request.kv, request.num_tokens)
+
+    def _admit(self, batch: Batch, now_ns: int) -> list[Request]:
+        """Admit waiting requests in the queue's order while budget, seats and both pools last.
+
+        The first that does not fit ends it: letting smaller ones overtake would starve it.
+        """
+        admitted: list[Request] = []
+        deferred: list[Request] = []
+        if len(self.waiting) > 0:
+            self.waiting.refresh(lambda request: self._plan(request).num_uncached_tokens)
+        while (
+            len(self.running) < self._policy.max_num_seqs
+            and batch.left > 0
+            and (request := self.waiting.peek()) is not None
+        ):
+            plan = self._plan(request)
+            if self._shares_with_running(request, plan):
+                deferred.append(request)
+                self.waiting.remove(request.request_id)
+                continue
+            if not self._start(request, plan, now_ns):
+                break
+            self.waiting.remove(request.request_id)
+            admitted.append(request)
+            self._grow(request, batch, now_ns)
+        for request in deferred:
+            self.waiting.push(request, self._plan(request).num_uncached_tokens)
+        return admitted
+
+    def _shares_with_running(self, request: Request, plan: ReusePlan) -> bool:
+        """Whether a running request is computing blocks that `request` needs next, so that waiting saves their compute.
+
+        If so, the running one is asked to keep its window where the two part.
+        """
+        if not self._policy.share_in_flight or not self._kv.policy.prefix_cache:
+            return False
+        limit = (request.num_tokens - 1) // self._kv.block_size
+        for other in self.running.values():
+            shared = min(limit, common_blocks(request.kv.keys, other.kv.keys))
+            ahead = shared * self._kv.block_size
+            if ahead > max(plan.start, other.num_computed_tokens) and shared > plan.num_full_blocks:
+                self._kv.want_checkpoint(other.kv, shared)
+                return True
+        return False
+
+    def _start(self, request: Request, plan: ReusePlan, now_ns: int) -> bool:
+        """Lock the request's prefix if its whole prompt will find room beside those already running."""
+        full_room, swa_room = self._room_for(plan)
+        if not self._kv.admit(request.kv, plan, full_room=full_room, swa_room=swa_room, now_ns=now_ns):
+            return False
+        request.running = True
+        request.num_sent_full, request.num_sent_swa = 0, request.kv.live_from
+        self.running[request.request_id] = request
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(plan.start, request.num_prompt_tokens)
+            self._count_hit(plan)
+        return True
+
+    def _room_for(self, plan: ReusePlan) -> tuple[int, int]:
+        """Blocks to have free or evictable before admitting: its own needs and what running ones have yet to take."""
+        size, window = self._kv.block_size, self._kv.tree.window_blocks
+        blocks = ceil(plan.num_tokens / size)
+        full = blocks - plan.num_full_blocks
+        start = plan.start // size
+        swa = min(blocks - start, 2 if plan.kind == "resume" else window + 2)
+        for other in self.running.values():
+            needed = ceil(other.num_tokens / size)
+            full += max(0, needed - len(other.kv.full_blocks))
+            held = len(other.kv.swa_blocks) - other.kv.live_from
+            swa += max(0, min(needed - other.kv.live_from, window + 2) - held)
+        return full, swa if self._kv.geometry.has_swa else 0
+
+    def _count_hit(self, plan: ReusePlan) -> None:
+        size = self._kv.block_size
+        self.stats.query_tokens += plan.num_tokens
+        self.stats.full_hit_tokens += plan.num_full_blocks * size
+        self.stats.window_safe_hit_tokens += plan.num_safe_blocks * size
+        self.stats.effective_hit_tokens += plan.start
+        self.stats.rebuilt_tokens += plan.rebuilt_tokens(size)
+
+    # ---------------------------------------------------------------- dispatch
+
+    def _describe(self, request: Request) -> NewRequest:
+        return NewRequest(
+            request.request_id,
+            tuple(request.token_ids),
+            request.num_prompt_tokens,
+            request.sampling,
+            write_full_from=request.kv.num_hit_blocks * self._kv.block_size,
+            key_floor=request.kv.key_floor,
+        )
+
+    def _dispatch(self, request: Request, count: int) -> ScheduledRequest:
+        kv = request.kv
+        scheduled = ScheduledRequest(
+            request.request_id,
+            start=kv.num_computed,
+            num_tokens=count,
+            full_offset=request.num_sent_full,
+            new_full_blocks=tuple(kv.full_blocks[request.num_sent_full :]),
+            swa_offset=request.num_sent_swa,
+            new_swa_blocks=tuple(kv.swa_blocks[request.num_sent_swa :]),
+            sample=kv.num_computed + count == request.num_tokens,
+        )
+        request.num_sent_full, request.num_sent_swa = len(kv.full_blocks), len(kv.swa_blocks)
+        return scheduled
+
+    def audit(self) -> list[str]:
+        """All discrepancies between the queue, the running requests and their KV."""
+        faults = self.waiting.audit()
+        faults += [f"{rid} waits and runs" for rid in self.running if rid in self.waiting]
+        faults += [f"{r.request_id} waits but holds KV" for r in self.waiting if r.kv.full_blocks or r.running]
+        faults += [f"{rid} runs but is not marked so" for rid, r in self.running.items() if not r.running]
+        return faults
