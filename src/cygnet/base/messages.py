@@ -1,11 +1,13 @@
 """What the API process and the engine process say to each other (msgpack by msgspec; never pickle).
 
 API → engine:  AddRequest, AbortRequests, FlushCache, Shutdown
-engine → API:  EngineReady once, then StepOutputs after every step that has something to say, EngineFailed at the end
+engine → API:  EngineProgress while loading, EngineReady once, then StepOutputs after every step that has something to
+               say, EngineFailed at a fatal end
 """
 
 import msgspec
 
+from cygnet.base.config import Config
 from cygnet.base.sampling import SamplingParams
 
 
@@ -136,4 +138,22 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     message: str
 
 
-EngineOutput = StepOutputs | EngineReady | EngineFailed
+class EngineProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+    """How far the start has come; `total` 0 means that the amount is unknown."""
+
+    stage: str
+    done: int
+    total: int
+
+
+EngineOutput = StepOutputs | EngineReady | EngineFailed | EngineProgress
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """First line on an engine process's standard input (JSON)."""
+
+    config: Config
+    address: str
+    """ZeroMQ address of the socket that the API process has bound."""
+    eos_token_ids: list[int]
+    log_level: str = "info"

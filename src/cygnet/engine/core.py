@@ -42,7 +42,8 @@ class EngineCore:
         self._max_waiting = max_waiting
         self._requests: dict[RequestId, Request] = {}
         self._plan: StepPlan | None = None
-        self._num_added = 0
+        self.num_added = 0
+        """Requests ever added."""
         self._steps = 0
         self._computed_tokens = 0
         self._prompt_tokens = 0
@@ -69,11 +70,11 @@ class EngineCore:
             sampling,
             max_tokens=min(sampling.max_tokens, self.kv.sizes.max_model_len - len(message.prompt_token_ids)),
             arrival_ns=arrival,
-            sequence=self._num_added,
+            sequence=self.num_added,
             kv=self.kv.new(request_id, root, message.prompt_token_ids),
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
         )
-        self._num_added += 1
+        self.num_added += 1
         self._requests[request_id] = request
         self._scheduler.add(request)
 

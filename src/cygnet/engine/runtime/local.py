@@ -1,0 +1,87 @@
+"""An engine in this process: core and runner, stepped by whoever holds it."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from cygnet.base.errors import InvariantError
+from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
+from cygnet.base.sampling import SamplingParams
+from cygnet.engine.core import EngineCore
+from cygnet.engine.runtime.model_runner import ModelRunner
+
+
+class LocalEngine:
+    """EngineCore and ModelRunner with a clock. Not thread-safe: one caller steps it.
+
+    `audit`: `step` re-checks all bookkeeping after every step, `idle` when nothing is left to do, `off` never. A
+    discrepancy is an `InvariantError`.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: ModelRunner,
+        *,
+        audit: str = "idle",
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.core = core
+        self._runner = runner
+        self._audit = audit
+        self._clock_ns = clock_ns
+        self._last_tokens = 0
+        self._last_ms = 0.0
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request; raises a `RequestError` if it can't be served."""
+        self.core.add(message, self._clock_ns())
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """End requests now."""
+        return self.core.abort(request_ids, self._clock_ns())
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests to work on."""
+        return self.core.num_requests > 0
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run and apply one step; what it produced."""
+        started = self._clock_ns()
+        plan = self.core.schedule(started)
+        if plan is None:
+            return []
+        result = self._runner.execute(plan)
+        finished = self._clock_ns()
+        outputs = self.core.apply(result, finished)
+        self._last_tokens, self._last_ms = plan.num_tokens, (finished - started) / 1e6
+        if self._audit == "step" or (self._audit == "idle" and not self.busy):
+            self.check()
+        return outputs
+
+    def check(self) -> None:
+        """Audit now; raises `InvariantError` with all discrepancies."""
+        faults = self.core.audit()
+        if faults:
+            raise InvariantError("bookkeeping is broken:\n  " + "\n  ".join(faults))
+
+    def stats(self) -> EngineStats:
+        """Snapshot of the engine."""
+        return self.core.stats(last_step_tokens=self._last_tokens, last_step_ms=self._last_ms)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], *, salt: str = ""
+    ) -> list[list[int]]:
+        """Run prompts (token ids) to their end, batched; the output token ids of each. For tests and scripts."""
+        settings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        first = self.core.num_added
+        tokens: dict[str, list[int]] = {}
+        for index, (prompt, params) in enumerate(zip(prompts, settings, strict=True)):
+            request_id = f"generate-{first + index}"
+            tokens[request_id] = []
+            self.add(AddRequest(request_id, list(prompt), params, cache_salt=salt))
+        while self.busy:
+            for output in self.step():
+                if output.request_id in tokens:
+                    tokens[output.request_id] += output.token_ids
+        return list(tokens.values())

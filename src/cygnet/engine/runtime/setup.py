@@ -1,0 +1,166 @@
+"""From a config to an engine that is ready to step: device, dtype, weights, pools, core, runner."""
+
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+
+from cygnet.base.config import Config, check_memory
+from cygnet.base.errors import ConfigError
+from cygnet.base.geometry import KVGeometry
+from cygnet.base.messages import EngineReady
+from cygnet.base.threads import usable_cpus
+from cygnet.base.units import format_bytes
+from cygnet.engine.core import EngineCore
+from cygnet.engine.runtime.local import LocalEngine
+from cygnet.engine.runtime.model_runner import ModelRunner
+from cygnet.engine.scheduler import SchedulerPolicy
+from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.runtime.device_pool import DevicePool
+from cygnet.kv.sizing import PoolSizes, plan_pools
+from cygnet.model.decoder import HybridModel
+from cygnet.model.loader import build_model
+from cygnet.model.source import ModelSource, find_model
+
+Report = Callable[[str, int, int], None]
+"""Called with (stage, done, total) while loading; a total of 0 means unknown."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device that `model.device` means on this machine."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"model.device = {name!r} is no torch device; write auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"model.device = {name!r}, but torch sees no GPU here; use --device cpu, or see `cygnet doctor`"
+        )
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that `model.dtype` means: `auto` is bfloat16 where the hardware multiplies it, else float32."""
+    if name == "auto":
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        name = "bfloat16" if fast else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def size_pools(config: Config, geometry: KVGeometry, *, model_max_len: int, device: torch.device) -> PoolSizes:
+    """Both pools from `kv.memory`, after the weights are loaded. Raises `ConfigError` below the minimum."""
+    memory = check_memory(config.kv.memory)
+    budget = memory if isinstance(memory, int) else int(memory * free_memory(device))
+    return plan_pools(
+        geometry,
+        block_size=config.kv.block_size,
+        budget_bytes=budget,
+        chunk=config.engine.max_num_batched_tokens,
+        model_max_len=model_max_len,
+        max_model_len=config.model.max_model_len,
+        swa_share=config.kv.swa_share,
+        session_tokens=config.kv.session_tokens,
+        windows_per_session=config.kv.windows_per_session,
+    )
+
+
+def assemble(
+    config: Config,
+    model: HybridModel,
+    *,
+    name: str,
+    eos_token_ids: Sequence[int] = (),
+) -> LocalEngine:
+    """Pools, core and runner around a loaded model. `name` tells models apart in cache keys."""
+    description = model.description
+    geometry = description.kv_geometry(model.dtype.itemsize)
+    sizes = size_pools(config, geometry, model_max_len=description.max_model_len, device=model.device)
+    kv = KVManager(
+        geometry,
+        sizes,
+        KVPolicy(
+            prefix_cache=config.kv.prefix_cache,
+            rebuild=config.kv.rebuild,
+            retention=config.kv.retention,
+            eviction=config.kv.eviction,
+            track_freed=config.kv.poison,
+        ),
+    )
+    policy = SchedulerPolicy(
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        ageing_tokens_per_s=config.engine.ageing_tokens_per_s,
+        share_in_flight=config.engine.share_in_flight,
+    )
+    core = EngineCore(
+        kv,
+        policy,
+        fingerprint=f"{name}/{description.family}/{model.dtype}/{sizes.block_size}",
+        eos_token_ids=eos_token_ids,
+        vocab_size=description.vocab_size,
+        max_waiting=config.engine.max_waiting,
+    )
+    pool = DevicePool(geometry, sizes, dtype=model.dtype, device=model.device, poison=config.kv.poison)
+    runner = ModelRunner(model, pool, window=geometry.window, eos_token_ids=eos_token_ids)
+    return LocalEngine(core, runner, audit=config.engine.audit)
+
+
+def load_engine(
+    config: Config,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    source: ModelSource | None = None,
+    report: Report = lambda stage, done, total: None,
+) -> tuple[LocalEngine, EngineReady]:
+    """Load the configured model and make its engine.
+
+    Raises `ConfigError` or `ModelLoadError` with the remedy.
+    """
+    device = choose_device(config.model.device)
+    dtype = choose_dtype(config.model.dtype, device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.engine.num_threads or usable_cpus())
+    report("finding the model", 0, 0)
+    source = source or find_model(config.model.model)
+    model = build_model(
+        source.checkpoint(dtype=dtype),
+        dtype=dtype,
+        device=device,
+        attention_backend=config.engine.attention_backend,
+        progress=lambda done, total: report("loading weights", done, total),
+    )
+    engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids)
+    return engine, describe(engine, model, source.name)
+
+
+def describe(engine: LocalEngine, model: HybridModel, name: str) -> EngineReady:
+    """What the engine says of itself once it is ready."""
+    kv, sizes = engine.core.kv, engine.core.kv.sizes
+    stats = engine.core.stats()
+    swa_layers = kv.geometry.swa.num_layers
+    dtype = str(model.dtype).removeprefix("torch.")
+    shape = f"{kv.geometry.full.num_layers} full-attention" + (
+        f" + {swa_layers} sliding-window layers (window {kv.geometry.window})" if swa_layers else " layers"
+    )
+    pools = f"full pool {sizes.full_blocks * sizes.block_size} tokens"
+    if swa_layers:
+        windows = sizes.swa_blocks // max(1, kv.tree.window_blocks)
+        pools += f", SWA pool {sizes.swa_blocks * sizes.block_size} tokens ({windows} windows)"
+    return EngineReady(
+        max_model_len=sizes.max_model_len,
+        vocab_size=model.description.vocab_size,
+        block_size=sizes.block_size,
+        window=kv.geometry.window,
+        stats=stats,
+        summary=f"{name}, {dtype} on {model.device}: {shape}\n"
+        f"KV cache {format_bytes(sizes.num_bytes(kv.geometry))}: {pools}; context up to {sizes.max_model_len} tokens",
+    )

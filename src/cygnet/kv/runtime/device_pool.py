@@ -1,0 +1,54 @@
+"""KV tensors of both pools on the device."""
+
+from collections.abc import Sequence
+
+import torch
+
+from cygnet.base.geometry import GroupGeometry, KVGeometry
+from cygnet.kv.sizing import PoolSizes
+from cygnet.model.batch import LayerKV
+
+
+class DevicePool:
+    """Storage for every block of both groups: per layer one key and one value tensor.
+
+    With `poison`, storage starts as NaN and `poison_blocks` makes freed blocks NaN again, so that any read of KV that
+    is not there shows in the output.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        sizes: PoolSizes,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        poison: bool = False,
+    ) -> None:
+        self.block_size = sizes.block_size
+
+        def layers(group: GroupGeometry, num_blocks: int) -> list[LayerKV]:
+            def storage(dim: int) -> torch.Tensor:
+                shape = (num_blocks, sizes.block_size, group.num_kv_heads, dim)
+                # Zeroed memory is not touched before it is used, so a large pool costs nothing until it fills.
+                tensor = torch.zeros(shape, dtype=dtype, device=device)
+                return tensor.fill_(float("nan")) if poison else tensor
+
+            return [LayerKV(storage(group.key_dim), storage(group.value_dim)) for _ in range(group.num_layers)]
+
+        self.full = layers(geometry.full, sizes.full_blocks)
+        self.swa = layers(geometry.swa, sizes.swa_blocks)
+
+    def poison_blocks(self, full: Sequence[int], swa: Sequence[int]) -> None:
+        """Fill freed blocks with NaN."""
+        for layers, blocks in ((self.full, full), (self.swa, swa)):
+            if blocks:
+                index = torch.tensor(blocks)
+                for layer in layers:
+                    layer.key.index_fill_(0, index.to(layer.key.device), float("nan"))
+                    layer.value.index_fill_(0, index.to(layer.value.device), float("nan"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all KV tensors."""
+        return sum(t.nbytes for layer in self.full + self.swa for t in (layer.key, layer.value))
