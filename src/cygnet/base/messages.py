@@ -67,6 +67,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     """Prompt tokens reused from the cache (the effective hit), the same in every output of a sequence."""
     error: str | None = None
+    error_type: str | None = None
+    """Class of `base.errors` that the engine raised, when `error` is set."""
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +122,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     stats: EngineStats | None = None
 
 
-class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
+class EngineReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_only=True):
     """The engine has loaded the model and sized its pools."""
 
     max_model_len: int
@@ -132,7 +134,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """One or two lines for people: model, dtype, pools."""
 
 
-class EngineFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, kw_only=True):
     """The engine can't start or can't go on; `message` says why and what to do."""
 
     message: str

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cygnet.base.errors import ContextLengthError, InvalidRequestError, InvariantError, QueueFullError
+from cygnet.base.errors import ContextLengthError, InvalidRequestError, InvariantError, QueueFullError, RequestError
 from cygnet.base.ids import RequestId
 from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
 from cygnet.engine.plan import SampledToken, StepPlan, StepResult
@@ -21,7 +21,8 @@ class EngineCore:
 
     Times are integer nanoseconds of any monotonic clock. `fingerprint` names what KV depends on besides tokens
     (model, dtype);
-    `eos_token_ids` end a sequence unless it ignores them.
+    `eos_token_ids` end a sequence unless it ignores them. Beyond `max_requests` running and waiting, new ones are
+    refused.
     """
 
     def __init__(
@@ -32,14 +33,14 @@ class EngineCore:
         fingerprint: str,
         eos_token_ids: Iterable[int] = (),
         vocab_size: int,
-        max_waiting: int = 512,
+        max_requests: int = 576,
     ) -> None:
         self.kv = kv
         self._scheduler = Scheduler(kv, policy)
         self._fingerprint = fingerprint
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._max_waiting = max_waiting
+        self._max_requests = max_requests
         self._requests: dict[RequestId, Request] = {}
         self._plan: StepPlan | None = None
         self.num_added = 0
@@ -88,7 +89,11 @@ class EngineCore:
             raise InvalidRequestError(
                 f"prompt token ids must be between 0 and {self._vocab_size - 1}", param="prompt", request_id=request_id
             )
-        message.sampling.validate()
+        try:
+            message.sampling.validate()
+        except RequestError as error:
+            error.request_id = request_id
+            raise
         if len(tokens) >= self.kv.sizes.max_model_len:
             raise ContextLengthError(
                 f"the prompt has {len(tokens)} tokens; with at least one answer token this server holds "
@@ -96,8 +101,8 @@ class EngineCore:
                 param="prompt",
                 request_id=request_id,
             )
-        if len(self._scheduler.waiting) >= self._max_waiting:
-            raise QueueFullError(f"{self._max_waiting} requests are waiting already", request_id=request_id)
+        if len(self._requests) >= self._max_requests:
+            raise QueueFullError(f"{self._max_requests} requests are running or waiting", request_id=request_id)
 
     def abort(self, request_ids: Iterable[str], now_ns: int) -> list[RequestOutput]:
         """End requests; their blocks are free (or cached) at once. Ids not known are ignored."""

@@ -1,13 +1,18 @@
 """What to evict first.
 
 The prefix tree asks a policy for the worth of what it could give up; the least worth goes first. Candidates are drawn
-at random, a fixed number per decision. That costs O(1) however much is cached, comes close to exact order, and has no
-cliff: under a cyclic load slightly larger than the pool, strict LRU always evicts what is needed next and hits
-nothing, while a sampled choice loses about what does not fit.
+at random, a fixed number per decision, so a decision costs O(1) however much is cached.
+
+Chance has a second part to play. Whatever ranks strictly by age has a cliff: under a cyclic load slightly larger than
+the pool it always evicts what is needed next, and hits nothing. Nor does drawing 16 candidates help: the oldest of 16
+is nearly always among the oldest tenth (with a tenth too little room, 86% of the hits are lost; the sampled set only
+pretends to be random). So the policy `value` evicts with *odds* inverse to worth: something ten times as old as the
+rest is ten times as likely to go, while among peers every one may go, and about what does not fit is lost.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import log
 from random import Random
 from typing import Generic, Protocol, TypeVar
 
@@ -29,24 +34,29 @@ class Candidate:
 
 
 class EvictionPolicy(Protocol):
-    """Worth of keeping a candidate; lower is evicted earlier. Pure."""
+    """Worth of keeping a candidate; lower is evicted earlier. Pure.
 
-    def __call__(self, candidate: Candidate) -> float: ...
+    `chance` is drawn anew for each candidate from the exponential distribution with mean 1. Of candidates with worths
+    `w`, the one with the least `w * chance` is each with probability proportional to `1 / w`.
+    """
+
+    def __call__(self, candidate: Candidate, chance: float) -> float: ...
 
 
 EVICTION_POLICIES: Registry[EvictionPolicy] = Registry("eviction policy")
 
 
 @EVICTION_POLICIES.register("value")
-def value(candidate: Candidate) -> float:
+def value(candidate: Candidate, chance: float) -> float:
     """(expected saving x likelihood of reuse) / size. Likelihood falls with age and rises with past reuse."""
     age_s = candidate.age_ns / 1e9
-    return candidate.saved_tokens * (1.0 + min(candidate.hits, 8)) / (candidate.num_blocks * (1.0 + age_s))
+    worth = candidate.saved_tokens * (1.0 + min(candidate.hits, 8)) / (candidate.num_blocks * (1.0 + age_s))
+    return worth * chance
 
 
 @EVICTION_POLICIES.register("lru")
-def lru(candidate: Candidate) -> float:
-    """Least recently used first."""
+def lru(candidate: Candidate, chance: float) -> float:
+    """Least recently used first. Has a cliff; to compare with."""
     return -float(candidate.age_ns)
 
 
@@ -88,6 +98,10 @@ class SampledSet(Generic[T]):
         if place < len(self._items):
             self._items[place] = last
             self._index[last] = place
+
+    def chance(self) -> float:
+        """A draw from the exponential distribution with mean 1."""
+        return -log(1.0 - self._random.random())
 
     def sample(self, count: int) -> list[T]:
         """Up to `count` distinct items; all of them when there are no more than that."""

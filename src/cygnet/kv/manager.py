@@ -85,12 +85,12 @@ class KVManager:
     def admit(self, kv: RequestKV, plan: ReusePlan, *, full_room: int, swa_room: int, now_ns: int) -> bool:
         """Lock what `plan` reuses, if afterwards `full_room` and `swa_room` blocks could still be allocated.
 
-        `plan` must have been made since the tree last changed.
+        `plan` must have been made since the tree last changed; one whose blocks are gone is an `InvariantError`.
         """
-        if full_room > self.available_full or swa_room > self.available_swa:
-            return False
         if kv.request_id in self._active:
             raise InvariantError(f"request {kv.request_id} admitted twice")
+        if full_room > self.available_full or swa_room > self.available_swa:
+            return False
         self._lock_prefix(kv, plan)
         if full_room > self.available_full or swa_room > self.available_swa:
             self._unlock(kv)
@@ -98,25 +98,27 @@ class KVManager:
         for node in kv.nodes:
             node.last_access_ns = now_ns
             node.hits += 1
+        if plan.kind == "resume":
+            self.tree.touch_window(kv.nodes[plan.start // self.block_size - 1], now_ns)
         self._active[kv.request_id] = kv
         self._mark_boundaries(kv, plan)
         return True
 
     def _lock_prefix(self, kv: RequestKV, plan: ReusePlan) -> None:
-        for key in kv.keys[: plan.num_full_blocks]:
-            node = self.tree.get(key)
-            if node is None:
-                raise InvariantError(f"request {kv.request_id}: reuse plan is stale")
-            self.tree.lock(node)
-            kv.nodes.append(node)
-            kv.full_blocks.append(node.full_block)
+        nodes = [node for key in kv.keys[: plan.num_full_blocks] if (node := self.tree.get(key)) is not None]
         start_block = plan.start // self.block_size
+        window_start = max(0, start_block - self.tree.window_blocks) if plan.kind == "resume" else start_block
+        window = nodes[window_start:start_block]
+        gone = self.geometry.has_swa and any(node.swa_block == NO_BLOCK for node in window)
+        if len(nodes) < plan.num_full_blocks or gone:
+            raise InvariantError(f"request {kv.request_id}: reuse plan is stale")
+        for node in nodes:
+            self.tree.lock(node)
+        kv.nodes, kv.full_blocks = nodes, [node.full_block for node in nodes]
         if self.geometry.has_swa:
-            window_start = max(0, start_block - self.tree.window_blocks) if plan.kind == "resume" else start_block
-            kv.swa_blocks = [NO_BLOCK] * window_start
-            for node in kv.nodes[window_start:start_block]:
+            for node in window:
                 self.tree.lock_swa(node)
-                kv.swa_blocks.append(node.swa_block)
+            kv.swa_blocks = [NO_BLOCK] * window_start + [node.swa_block for node in window]
             kv.live_from = window_start
         kv.swa_published = start_block
         kv.num_hit_blocks = plan.num_full_blocks
@@ -131,12 +133,16 @@ class KVManager:
             diverges=full > 0 and kv.nodes[full - 1].num_children > 0,
             window_blocks=self.tree.window_blocks,
         )
-        kv.checkpoints = {b for rule in self._rules for b in rule(context) if b * self.block_size > plan.start}
+        # The start itself too: its window is live now, but maybe only as long as another request runs.
+        first = max(1, plan.start // self.block_size)
+        kv.checkpoints = {b for rule in self._rules for b in rule(context) if b >= first}
+        self._retain(kv)
 
     def want_checkpoint(self, kv: RequestKV, boundary: int) -> None:
         """Retain the window at `boundary` (blocks) when `kv` gets there: another request waits to branch off there."""
-        if boundary * self.block_size > kv.num_computed:
+        if boundary > 0 and boundary >= kv.num_computed // self.block_size:
             kv.checkpoints.add(boundary)
+            self._retain(kv)
 
     # ----------------------------------------------------------- allocation
 
@@ -165,10 +171,10 @@ class KVManager:
         swa = max(0, blocks - len(kv.swa_blocks)) if self.geometry.has_swa else 0
         if full > self.available_full or swa > self.available_swa:
             return False
-        if swa > self.swa_pool.num_free:
-            self.tree.evict_windows(swa - self.swa_pool.num_free, now_ns)
         if full > self.full_pool.num_free:
             self.tree.evict_full(full - self.full_pool.num_free, now_ns)
+        if swa > self.swa_pool.num_free:  # after evicting full blocks, as windows that end in them go too
+            self.tree.evict_windows(swa - self.swa_pool.num_free, now_ns)
         kv.full_blocks += self._take(self.full_pool, full)
         kv.swa_blocks += self._take(self.swa_pool, swa)
         return True
@@ -186,38 +192,58 @@ class KVManager:
         kv.num_computed = num_computed
         if self.policy.prefix_cache:
             extend_keys(kv.keys, kv.root, token_ids, self.block_size, num_computed)
-            self._publish_full(kv, num_computed // self.block_size, now_ns)
-            self._publish_swa(kv, num_computed // self.block_size)
+            self._publish(kv, num_computed // self.block_size, now_ns)
             self._retain(kv)
         self._release_out_of_window(kv)
 
-    def _publish_full(self, kv: RequestKV, upto: int, now_ns: int) -> None:
-        for index in range(len(kv.nodes), upto):
-            node = self.tree.get(kv.keys[index])
-            if node is None:
-                parent = kv.nodes[-1] if kv.nodes else None
-                node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns)
-            else:
-                kv.private_full.add(index)
-            self.tree.lock(node)
-            kv.nodes.append(node)
+    def _publish(self, kv: RequestKV, upto: int, now_ns: int) -> None:
+        """Publish blocks up to `upto`: both groups of one block before the next block."""
+        for index in range(kv.swa_published if self.geometry.has_swa else len(kv.nodes), upto):
+            if index == len(kv.nodes):
+                self._publish_full(kv, now_ns)
+            if self.geometry.has_swa:
+                self._publish_swa(kv)
 
-    def _publish_swa(self, kv: RequestKV, upto: int) -> None:
-        if not self.geometry.has_swa:
-            return
-        for index in range(kv.swa_published, upto):
-            node = kv.nodes[index]
-            if index * self.block_size >= kv.exact_from and node.swa_block == NO_BLOCK:
-                self.tree.attach_swa(node, kv.swa_blocks[index])
-            else:
-                kv.private_swa.add(index)
-        kv.swa_published = max(kv.swa_published, upto)
+    def _publish_full(self, kv: RequestKV, now_ns: int) -> None:
+        index = len(kv.nodes)
+        node = self.tree.get(kv.keys[index])
+        if node is None:
+            parent = kv.nodes[-1] if kv.nodes else None
+            node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns)
+        else:
+            kv.private_full.add(index)
+        self.tree.lock(node)
+        kv.nodes.append(node)
+
+    def _publish_swa(self, kv: RequestKV) -> None:
+        index = kv.swa_published
+        node = kv.nodes[index]
+        if self._is_exact(kv, index) and node.swa_block == NO_BLOCK:
+            self.tree.attach_swa(node, kv.swa_blocks[index])
+        else:
+            kv.private_swa.add(index)
+        kv.swa_published = index + 1
 
     def _retain(self, kv: RequestKV) -> None:
         reached = min(kv.num_computed // self.block_size, len(kv.nodes))
         for boundary in sorted(b for b in kv.checkpoints if b <= reached):
             kv.checkpoints.discard(boundary)
-            self.tree.add_checkpoint(kv.nodes[boundary - 1])
+            self._keep_window(kv, boundary)
+
+    def _keep_window(self, kv: RequestKV, boundary: int) -> None:
+        """Retain the window before `boundary` if all of it is live.
+
+        Where a twin published first and has let go since, our own copy takes the place of the twin's.
+        """
+        for index in range(max(kv.live_from, boundary - self.tree.window_blocks), boundary):
+            node = kv.nodes[index]
+            if self._is_exact(kv, index) and index in kv.private_swa and node.swa_block == NO_BLOCK:
+                self.tree.attach_swa(node, kv.swa_blocks[index])
+                kv.private_swa.discard(index)
+        self.tree.add_checkpoint(kv.nodes[boundary - 1])
+
+    def _is_exact(self, kv: RequestKV, index: int) -> bool:
+        return index * self.block_size >= kv.exact_from
 
     def _release_out_of_window(self, kv: RequestKV) -> None:
         """Let go of SWA blocks that neither the next token nor a checkpoint at the last whole block will read."""
@@ -240,13 +266,14 @@ class KVManager:
 
     def free(self, kv: RequestKV, now_ns: int) -> None:
         """The request ends or is preempted: all it published stays cached, the rest is freed. `kv` is empty after."""
-        if self._active.pop(kv.request_id, None) is not kv:
+        if self._active.get(kv.request_id) is not kv:
             raise InvariantError(f"request {kv.request_id} freed without being admitted")
+        del self._active[kv.request_id]
         boundary = min(kv.num_computed // self.block_size, len(kv.nodes), kv.swa_published)
-        if self._keep_response_end and boundary > 0:
-            self.tree.add_checkpoint(kv.nodes[boundary - 1])
         for node in kv.nodes:
             node.last_access_ns = now_ns
+        if self._keep_response_end and boundary > 0:
+            self._keep_window(kv, boundary)
         self._unlock(kv)
 
     def _unlock(self, kv: RequestKV) -> None:
@@ -330,4 +357,6 @@ class KVManager:
             faults.append(f"{name}: live SWA blocks out of its window")
         if any(block == NO_BLOCK for block in kv.swa_blocks[kv.live_from :]):
             faults.append(f"{name}: holes in its SWA window")
+        if any(index < kv.live_from or index >= kv.swa_published for index in kv.private_swa):
+            faults.append(f"{name}: counts SWA blocks as private that are gone or not published")
         return faults

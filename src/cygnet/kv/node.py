@@ -18,6 +18,8 @@ class Node:
         "locks",
         "num_children",
         "parent",
+        "skip",
+        "skip_epoch",
         "swa_block",
         "swa_locks",
         "swa_marks",
@@ -36,6 +38,9 @@ class Node:
         self.checkpoint: Checkpoint | None = None
         self.last_access_ns = now_ns
         self.hits = 0
+        self.skip: Node | None = None
+        self.skip_epoch = -1
+        """No node between this one and its ancestor `skip` has SWA KV, as long as the tree is in this epoch."""
 
     def path_up(self, count: int) -> Iterator["Node"]:
         """This node and its ancestors, at most `count` nodes."""

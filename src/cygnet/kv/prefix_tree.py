@@ -19,66 +19,10 @@ from cygnet.base.errors import InvariantError
 from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.eviction import EVICTION_POLICIES, Candidate, SampledSet
+from cygnet.kv.node import Checkpoint, Node
+from cygnet.kv.tree_audit import TreeAudit
 
 SAMPLE = 16
-
-
-class Node:
-    """One cached block. `index` is its place in the sequence: it holds tokens `index * block_size` and on."""
-
-    __slots__ = (
-        "checkpoint",
-        "full_block",
-        "hits",
-        "index",
-        "key",
-        "last_access_ns",
-        "locks",
-        "num_children",
-        "parent",
-        "swa_block",
-        "swa_locks",
-        "swa_marks",
-    )
-
-    def __init__(self, key: BlockKey, parent: "Node | None", index: int, full_block: BlockId, now_ns: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.index = index
-        self.full_block = full_block
-        self.swa_block = NO_BLOCK
-        self.locks = 0
-        self.swa_locks = 0
-        self.swa_marks = 0
-        self.num_children = 0
-        self.checkpoint: Checkpoint | None = None
-        self.last_access_ns = now_ns
-        self.hits = 0
-
-    def path_up(self, count: int) -> Iterator["Node"]:
-        """This node and its ancestors, at most `count` nodes."""
-        node: Node | None = self
-        while node is not None and count > 0:
-            yield node
-            node, count = node.parent, count - 1
-
-
-class Checkpoint:
-    """A retained window: the tree keeps the SWA KV of the window that ends with `node`."""
-
-    __slots__ = ("dropped", "node", "previous")
-
-    def __init__(self, node: Node, previous: "Checkpoint | None") -> None:
-        self.node = node
-        self.previous = previous
-        """The checkpoint before this one on the same path when this one was made (it may be dropped since)."""
-        self.dropped = False
-
-    def live_previous(self) -> "Checkpoint | None":
-        """Nearest earlier checkpoint still there; skips dropped ones for good."""
-        while self.previous is not None and self.previous.dropped:
-            self.previous = self.previous.previous
-        return self.previous
 
 
 class PrefixTree:
@@ -117,6 +61,7 @@ class PrefixTree:
         self._checkpoints: SampledSet[Checkpoint] = SampledSet(seed + 1)
         self._victim: Node | None = None
         self._victim_access_ns = 0
+        self._skip_epoch = 0
         self.num_evictable_full = 0
         self.num_evictable_swa = 0
         self.num_swa_blocks = 0
@@ -153,8 +98,8 @@ class PrefixTree:
     def longest_window_safe(self, keys: Sequence[BlockKey], num_full: int) -> int:
         """Largest window-safe boundary at or below `num_full` cached blocks, in blocks; 0 when there is none.
 
-        A boundary nearer to the start than one window needs every block before it. O(num_full) at worst, O(window)
-        when the answer is near `num_full`.
+        A boundary nearer to the start than one window needs every block before it. Stretches without SWA KV are walked
+        once and skipped from then on, so what a long prefix costs is O(live SWA blocks on it).
         """
         if self.window_blocks == 0 or num_full == 0:
             return num_full
@@ -162,13 +107,22 @@ class PrefixTree:
         node: Node | None = self._nodes[keys[num_full - 1]]
         while node is not None:
             if node.swa_block == NO_BLOCK:
-                boundary, run = node.index, 0
+                node = self._nearest_live(node)
+                boundary, run = (node.index + 1 if node else 0), 0
             else:
                 run += 1
                 if run == self.window_blocks:
                     return boundary
-            node = node.parent
+                node = node.parent
         return boundary
+
+    def _nearest_live(self, node: Node) -> Node | None:
+        """The nearest node with SWA KV at or above `node`; remembered at `node`."""
+        found: Node | None = node
+        while found is not None and found.swa_block == NO_BLOCK:
+            found = found.skip if found.skip_epoch == self._skip_epoch else found.parent
+        node.skip, node.skip_epoch = found, self._skip_epoch
+        return found
 
     # --------------------------------------------------------- insert and lock
 
@@ -208,6 +162,8 @@ class PrefixTree:
         """Give `node` (which must have none) a live SWA block, locked once for the giver."""
         if node.swa_block != NO_BLOCK:
             raise InvariantError(f"node {node.index} has an SWA block already")
+        if node.num_children > 0:
+            self._skip_epoch += 1  # nodes below may skip over this one
         node.swa_block = block
         node.swa_locks = 1
         self.num_swa_blocks += 1
@@ -262,6 +218,12 @@ class PrefixTree:
         node.checkpoint = None
         self._checkpoints.discard(checkpoint)
         return freed
+
+    def touch_window(self, node: Node, now_ns: int) -> None:
+        """A sequence resumes at the window that ends with `node`: note it where a checkpoint keeps that window."""
+        if node.checkpoint is not None:
+            node.checkpoint.last_access_ns = now_ns
+            node.checkpoint.resumes += 1
 
     def _free_swa(self, node: Node) -> None:
         self._swa_pool.free((node.swa_block,))
@@ -334,7 +296,8 @@ class PrefixTree:
     def _pick_leaf(self, now_ns: int) -> Node:
         def worth(leaf: Node) -> float:
             saved = self.block_size + (self._window_saving(leaf.checkpoint) if leaf.checkpoint else 0)
-            return self._policy(Candidate(saved, 1, leaf.hits, now_ns - leaf.last_access_ns))
+            candidate = Candidate(saved, 1, leaf.hits, now_ns - leaf.last_access_ns)
+            return self._policy(candidate, self._leaves.chance())
 
         return min(self._leaves.sample(SAMPLE), key=worth)
 
@@ -343,21 +306,25 @@ class PrefixTree:
             window = checkpoint.node.path_up(self.window_blocks)
             return sum(1 for member in window if member.swa_marks == 1 and member.swa_locks == 0)
 
+        def unlocked(checkpoint: Checkpoint) -> int:
+            return sum(1 for member in checkpoint.node.path_up(self.window_blocks) if member.swa_locks == 0)
+
+        def worth(checkpoint: Checkpoint, blocks: int) -> float:
+            age_ns = now_ns - checkpoint.last_access_ns
+            candidate = Candidate(self._window_saving(checkpoint), blocks, checkpoint.hits, age_ns)
+            return self._policy(candidate, self._checkpoints.chance())
+
         def best(checkpoints: Sequence[Checkpoint], blocks: Callable[[Checkpoint], int]) -> Checkpoint | None:
-            worths = [
-                (self._policy(Candidate(self._window_saving(c), b, c.node.hits, now_ns - c.node.last_access_ns)), i)
-                for i, c in enumerate(checkpoints)
-                if (b := blocks(c)) > 0
-            ]
+            worths = [(worth(c, b), i) for i, c in enumerate(checkpoints) if (b := blocks(c)) > 0]
             return checkpoints[min(worths)[1]] if worths else None
 
-        sampled = best(self._checkpoints.sample(SAMPLE), freed_by)
-        if sampled is not None:
-            return sampled
-        everything = list(self._checkpoints)
-        # Where windows overlap, dropping any one may free nothing by itself; then the least worth of all goes, which
-        # leaves its neighbours sole keepers of the shared blocks.
-        chosen = best(everything, freed_by) or best(everything, lambda _: self.window_blocks)
+        # Where windows overlap, dropping any one may free nothing by itself; then the least worth goes, which leaves
+        # its neighbours sole keepers of the shared blocks. Never one whose blocks are all locked: that frees nothing.
+        sampled = self._checkpoints.sample(SAMPLE)
+        chosen = best(sampled, freed_by) or best(sampled, unlocked)
+        if chosen is None:
+            everything = list(self._checkpoints)
+            chosen = best(everything, freed_by) or best(everything, unlocked)
         if chosen is None:
             raise InvariantError("SWA blocks are counted evictable, but no checkpoint keeps any")
         return chosen
@@ -368,63 +335,6 @@ class PrefixTree:
         start = previous.node.index + 1 if previous else 0
         return min((checkpoint.node.index + 1 - start) * self.block_size, self._rebuild_tokens)
 
-    # ---------------------------------------------------------------- audit
-
     def audit(self) -> list[str]:
         """Recompute every derived quantity from the nodes alone; all discrepancies. O(nodes x window)."""
-        faults: list[str] = []
-        children: dict[int, int] = {}
-        marks: dict[int, int] = {}
-        full_seen: set[int] = set()
-        swa_seen: set[int] = set()
-        for node in self._nodes.values():
-            if node.parent is not None:
-                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
-            if node.checkpoint is not None:
-                for member in node.path_up(self.window_blocks):
-                    marks[id(member)] = marks.get(id(member), 0) + 1
-        for key, node in self._nodes.items():
-            name = f"node {node.index} ({key.hex()[:8]})"
-            faults += self._audit_node(name, key, node, children.get(id(node), 0), marks.get(id(node), 0))
-            if node.full_block in full_seen:
-                faults.append(f"{name}: full block {node.full_block} is held twice")
-            full_seen.add(node.full_block)
-            if node.swa_block != NO_BLOCK:
-                if node.swa_block in swa_seen:
-                    faults.append(f"{name}: SWA block {node.swa_block} is held twice")
-                swa_seen.add(node.swa_block)
-        return faults + self._audit_counters(len(swa_seen))
-
-    def _audit_node(self, name: str, key: BlockKey, node: Node, children: int, marks: int) -> list[str]:
-        parent = node.parent
-        checks = (
-            (node.key == key, "is filed under another key"),
-            (parent is None or self._nodes.get(parent.key) is parent, "has a parent outside the tree"),
-            (node.index == (parent.index + 1 if parent else 0), "has a wrong index"),
-            (parent is None or parent.locks >= node.locks, "is locked more often than its parent"),
-            (node.num_children == children, f"counts {node.num_children} children, has {children}"),
-            (node.swa_marks == marks, f"counts {node.swa_marks} covering checkpoints, has {marks}"),
-            (not self._full_pool.is_free(node.full_block), f"holds free full block {node.full_block}"),
-            (node.swa_block == NO_BLOCK or not self._swa_pool.is_free(node.swa_block), "holds a free SWA block"),
-            (
-                (node.swa_block != NO_BLOCK) == (node.swa_locks + node.swa_marks > 0),
-                "keeps SWA without reason or vice versa",
-            ),
-            (node.swa_locks == 0 or node.locks > 0, "has its SWA locked but not itself"),
-            ((node in self._leaves) == (node.locks == 0 and children == 0), "is wrongly in or out of the leaf set"),
-            (node.checkpoint is None or node.checkpoint in self._checkpoints, "has an unlisted checkpoint"),
-        )
-        return [f"{name} {fault}" for good, fault in checks if not good]
-
-    def _audit_counters(self, num_swa: int) -> list[str]:
-        nodes = self._nodes.values()
-        evictable_full = sum(1 for n in nodes if n.locks == 0)
-        evictable_swa = sum(1 for n in nodes if n.swa_block != NO_BLOCK and n.swa_locks == 0)
-        checkpoints = sum(1 for n in nodes if n.checkpoint is not None)
-        checks = (
-            ("evictable full blocks", self.num_evictable_full, evictable_full),
-            ("evictable SWA blocks", self.num_evictable_swa, evictable_swa),
-            ("SWA blocks", self.num_swa_blocks, num_swa),
-            ("checkpoints", len(self._checkpoints), checkpoints),
-        )
-        return [f"tree counts {counted} {what}, has {real}" for what, counted, real in checks if counted != real]
+        return TreeAudit(self).faults()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey, RequestId
-from cygnet.kv.prefix_tree import Node
+from cygnet.kv.node import Node
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,8 @@
 
 Both read the cached full KV up to F and never overwrite it. In a rebuild the replayed tokens see, in SWA layers, only
 what the replay itself produced; what that leaves out matters one window further on per SWA layer, so after R tokens
-nothing is left of it. `start` is aligned down to a block, which only adds to R.
+nothing is left of it. `start` is aligned so that the last window's *blocks* are exact from their first token on, at
+most one block more than R needs: else that window could not be published, and the next request would rebuild it again.
 """
 
 from dataclasses import dataclass
@@ -59,9 +60,10 @@ def plan_reuse(
     """The cheaper of resume and rebuild; resume on a tie. `num_full_blocks * block_size < num_tokens` is required."""
     full, safe = num_full_blocks * block_size, num_safe_blocks * block_size
     if allow_rebuild and safe < full:
-        replay_start = (full - geometry.rebuild_tokens) // block_size * block_size
+        lead = (geometry.swa.num_layers - 1) * geometry.window  # replayed, and not exact yet in the last SWA layer
+        replay_start = (full - geometry.window_blocks(block_size) * block_size - lead) // block_size * block_size
         if replay_start > safe:
-            exact_from = replay_start + (geometry.swa.num_layers - 1) * geometry.window
+            exact_from = replay_start + lead
             return ReusePlan(
                 "rebuild", num_tokens, num_full_blocks, num_safe_blocks, replay_start, replay_start, exact_from
             )

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from cygnet.base.config import Config
-from cygnet.base.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
+from cygnet.base.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
 from cygnet.base.messages import (
     AbortRequests,
     AddRequest,
@@ -32,6 +32,9 @@ from cygnet.base.messages import (
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) while the engine loads; a total of 0 means unknown."""
+
+_ERRORS = {error.__name__: error for error in (InvalidRequestError, ContextLengthError, QueueFullError)}
+"""What an engine may say of a request, by name."""
 
 START_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 10.0
@@ -178,6 +181,11 @@ class EngineProcess:
         return self._failure is None and not self._closing
 
     @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._streams)
 
@@ -193,7 +201,9 @@ class EngineProcess:
                 output = await stream.get()
                 finished = output.finish_reason is not None
                 if output.error is not None:
-                    raise InvalidRequestError(output.error, request_id=request.request_id)
+                    raise _ERRORS.get(output.error_type or "", InvalidRequestError)(
+                        output.error, request_id=request.request_id
+                    )
                 yield output
         finally:
             self._streams.pop(request.request_id, None)

@@ -77,7 +77,9 @@ class EngineLoop:
                 try:
                     self._engine.add(message)
                 except RequestError as error:
-                    return [RequestOutput(message.request_id, [], finish_reason="error", error=error.message)]
+                    kind = type(error).__name__
+                    failed = RequestOutput(message.request_id, [], None, "error", error=error.message, error_type=kind)
+                    return [failed]
             case AbortRequests(request_ids):
                 return self._engine.abort(request_ids)
             case FlushCache():
@@ -104,7 +106,8 @@ def _exit_with_parent() -> None:
     """End this process when the parent's end of standard input closes."""
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Below Python's buffering, whose lock a daemon thread must not hold at exit.
+        while os.read(sys.stdin.fileno(), 4096):
             pass
         os._exit(0)
 

@@ -107,7 +107,7 @@ def assemble(
         fingerprint=f"{name}/{description.family}/{model.dtype}/{sizes.block_size}",
         eos_token_ids=eos_token_ids,
         vocab_size=description.vocab_size,
-        max_waiting=config.engine.max_waiting,
+        max_requests=config.engine.max_waiting + config.engine.max_num_seqs,
     )
     pool = DevicePool(geometry, sizes, dtype=model.dtype, device=model.device, poison=config.kv.poison)
     runner = ModelRunner(model, pool, window=geometry.window, eos_token_ids=eos_token_ids)

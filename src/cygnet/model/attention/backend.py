@@ -1,0 +1,55 @@
+"""What an attention backend is, and the table of those that registered themselves."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cygnet.base.registry import Registry
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.description import AttentionSpec
+
+AttentionPlan = Any
+"""What a backend derives from a step's batch once per group, for all of the group's layers. Opaque to the model."""
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over paged KV.
+
+    The query at position p of request r sees keys at positions
+
+        full layer   key_floor[r] .. p        (key_floor is 0 there)
+        SWA layer    max(key_floor[r], p - window) .. p
+
+    and no other slot, whatever it holds (freed slots may hold NaN), can change a result.
+    """
+
+    def plan(self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch) -> AttentionPlan:
+        """Prepare a step for the layers of `group`, which agree with `spec` in KV shape and window."""
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: AttentionPlan,
+        layer_kv: LayerKV,
+    ) -> Tensor:
+        """Write the step's KV, then attend.
+
+        Shapes: `query` [num_tokens, num_heads, key_dim], `key` [num_tokens, num_kv_heads, key_dim], `value` with
+        value_dim, `sinks` [num_heads] or None; the result [num_tokens, num_heads, value_dim] in query's dtype.
+        A token whose slot is -1 does not write, and the KV cached at its position is read in place of its own.
+        """
+
+
+ATTENTION_BACKENDS: Registry[Callable[[], AttentionBackend]] = Registry("attention backend")
+
+
+def select_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend called `name`; `auto` takes the best one for the device. Raises `ConfigError` if unknown."""
+    del device  # one backend serves all devices so far
+    return ATTENTION_BACKENDS.get("torch" if name == "auto" else name)()

@@ -1,0 +1,219 @@
+"""The forward pass of a decoder-only model over paged KV, built from a `ModelDescription`."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cygnet.model.moe  # noqa: F401  (registers its MLP kind)
+from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
+from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
+from cygnet.model.packed import can_pack, pack, packed_linear
+from cygnet.model.rope import cos_sin, inverse_frequencies, rotate
+
+
+class Attention(nn.Module):
+    """Projections, norms and rotation around an attention backend."""
+
+    def __init__(
+        self, spec: AttentionSpec, description: ModelDescription, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        rows = {"q": heads * spec.key_dim, "k": kv_heads * spec.key_dim, "v": kv_heads * spec.value_dim}
+        hidden = description.hidden_size
+        self.qkv = Linear(hidden, rows, bias=spec.qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(heads * spec.value_dim, {"o": hidden}, bias=spec.output_bias, dtype=dtype, device=device)
+        self.sinks = parameter(heads, dtype=wide_dtype(dtype), device=device) if spec.sinks else None
+        # Query and key heads stand side by side, so one norm with a row of weights per head does both.
+        self.qk_norm = (
+            RmsNorm(
+                spec.key_dim,
+                eps=description.norm_eps,
+                offset=description.norm_weight_offset,
+                dtype=dtype,
+                device=device,
+                rows=heads + kv_heads,
+            )
+            if spec.qk_norm
+            else None
+        )
+
+    def weight_slots(self) -> WeightSlots:
+        yield from self.qkv.weight_slots()
+        yield from self.o.weight_slots()
+        if self.sinks is not None:
+            yield "sinks", self.sinks
+        if self.qk_norm is not None:
+            yield "q_norm.weight", self.qk_norm.weight[: self.spec.num_heads]
+            yield "k_norm.weight", self.qk_norm.weight[self.spec.num_heads :]
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        backend: AttentionBackend,
+        plan: AttentionPlan,
+        layer_kv: LayerKV,
+    ) -> Tensor:
+        spec, num_tokens = self.spec, x.shape[0]
+        qkv = self.qkv(x)
+        qk_heads = spec.num_heads + spec.num_kv_heads
+        qk_size = qk_heads * spec.key_dim
+        qk = qkv[:, :qk_size].view(num_tokens, qk_heads, spec.key_dim)
+        value = qkv[:, qk_size:].view(num_tokens, spec.num_kv_heads, spec.value_dim)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        if spec.value_scale != 1.0:
+            value = value * spec.value_scale
+        query, key = rotate(qk, *rope).split((spec.num_heads, spec.num_kv_heads), dim=1)
+        attended = backend.attend(spec, query, key, value, self.sinks, plan, layer_kv)
+        return self.o(attended.reshape(num_tokens, spec.num_heads * spec.value_dim))
+
+
+class DecoderLayer(nn.Module):
+    """norm, attention, residual, norm, MLP, residual; with sandwich norms also after attention and MLP."""
+
+    def __init__(
+        self, spec: LayerSpec, description: ModelDescription, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+
+        def norm() -> RmsNorm:
+            size, eps, offset = description.hidden_size, description.norm_eps, description.norm_weight_offset
+            return RmsNorm(size, eps=eps, offset=offset, dtype=dtype, device=device)
+
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.post_attention_norm = norm() if spec.sandwich_norms else None
+        self.post_mlp_norm = norm() if spec.sandwich_norms else None
+        self.attention = Attention(spec.attention, description, dtype=dtype, device=device)
+        self.mlp = MLPS.get(spec.mlp.kind)(spec.mlp, description.hidden_size, dtype=dtype, device=device)
+
+    def weight_slots(self) -> WeightSlots:
+        for name in ("attention_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm"):
+            norm = getattr(self, name)
+            if norm is not None:
+                yield f"{name}.weight", norm.weight
+        for name in ("attention", "mlp"):
+            for inner, slot in getattr(self, name).weight_slots():
+                yield f"{name}.{inner}", slot
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        backend: AttentionBackend,
+        plan: AttentionPlan,
+        layer_kv: LayerKV,
+    ) -> Tensor:
+        out = self.attention(self.attention_norm(x), rope, backend, plan, layer_kv)
+        x = x + (out if self.post_attention_norm is None else self.post_attention_norm(out))
+        out = self.mlp(self.mlp_norm(x))
+        return x + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
+
+
+class HybridModel(nn.Module):
+    """A decoder-only model whose layers see all earlier tokens or a window of them. Made by `loader.build_model`.
+
+    Weights are in `dtype` (bf16, fp32 or fp64), except norms, routers and sinks, which are in fp32 (fp64).
+    One forward runs at a time; call it under `torch.inference_mode()` to spare autograd's bookkeeping.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention_backend: AttentionBackend,
+    ) -> None:
+        super().__init__()
+        self.description = description
+        self.attention_backend = attention_backend
+        self.dtype = dtype
+        self.device = device
+        vocab, hidden = description.vocab_size, description.hidden_size
+        self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, description, dtype=dtype, device=device) for spec in description.layers
+        )
+        eps, offset = description.norm_eps, description.norm_weight_offset
+        self.final_norm = RmsNorm(hidden, eps=eps, offset=offset, dtype=dtype, device=device)
+        self.lm_head = (
+            None
+            if description.tied_embeddings
+            else Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, device=device)
+        )
+        self._packed_head: Tensor | None = None
+        self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
+        specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
+        self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
+
+    def weight_slots(self) -> WeightSlots:
+        """Every tensor a checkpoint must bring, by Cygnet's name, with the (view of a) parameter that it fills."""
+        yield "embedding.weight", self.embedding
+        yield "final_norm.weight", self.final_norm.weight
+        if self.lm_head is not None:
+            yield from self.lm_head.weight_slots()
+        for index, layer in enumerate(self.layers):
+            for name, slot in layer.weight_slots():  # type: ignore[operator]
+                yield f"layers.{index}.{name}", slot
+
+    @torch.no_grad()
+    def finish_loading(self, *, pack_tied_head: bool = False) -> None:
+        """To be called once, when all slots are filled; see `loader.build_model` for `pack_tied_head`."""
+        if pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
+            self._packed_head = pack(self.embedding)
+        for module in self.modules():
+            if isinstance(module, RmsNorm | Linear):
+                module.finish_loading()
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] after the final norm, in the model's dtype.
+
+        Writes the tokens' KV into the batch's slots on the way.
+        """
+        x = F.embedding(batch.token_ids, self.embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        ropes = self._ropes(batch.positions)
+        plans = self._plans(batch)
+        backend = self.attention_backend
+        placed = zip(self.layers, self.description.layers, self.description.layer_groups, strict=True)
+        for layer, spec, (group, index) in placed:
+            group_batch, plan = plans[group]
+            x = layer(x, ropes[spec.attention.rope], backend, plan, group_batch.layers[index])
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [rows, vocab_size] in fp32 (fp64 for an fp64 model) for rows of `forward`'s result."""
+        logits = self._head(hidden).to(wide_dtype(self.dtype))
+        cap = self.description.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        if self._packed_head is not None:
+            return packed_linear(hidden, self._packed_head, None)
+        return F.linear(hidden, self.embedding)
+
+    def _ropes(self, positions: Tensor) -> Mapping[RopeSpec, tuple[Tensor, Tensor]]:
+        return {spec: cos_sin(freqs, positions, self.dtype) for spec, freqs in self._frequencies.items()}
+
+    def _plans(self, batch: ForwardBatch) -> Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]:
+        """Per group in use, its part of the batch and the backend's plan for all of its layers."""
+        groups: dict[GroupName, tuple[GroupBatch, AttentionPlan]] = {}
+        names: tuple[tuple[GroupName, GroupBatch | None], ...] = (("full", batch.full), ("swa", batch.swa))
+        for name, group in names:
+            spec = next(self.description.group_layers(name), None)
+            if spec is None:
+                continue
+            if group is None:
+                raise ValueError(f"the model has {name} layers but the batch has no {name} group")
+            groups[name] = (group, self.attention_backend.plan(spec, batch, group))
+        return groups

@@ -1,0 +1,136 @@
+"""Building blocks of a decoder: linear map, RMS norm, gated MLP. Inference only; no parameter requires a gradient."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cygnet.base.errors import ModelLoadError
+from cygnet.base.registry import Registry
+from cygnet.model.description import DenseMlp
+from cygnet.model.packed import can_pack, pack, packed_linear
+
+WeightSlots = Iterator[tuple[str, Tensor]]
+"""Names of the checkpoint's tensors, each with the piece of a parameter that it fills."""
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Uninitialised weights, to be filled by the loader."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: fp32, or fp64 for an fp64 model."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Linear(nn.Module):
+    """y = x W^T + b over several outputs that share an input: `parts` names them and gives their row counts.
+
+    Once loaded, the weight is kept in packed layout only, where that works.
+    """
+
+    def __init__(
+        self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        rows = sum(parts.values())
+        self.weight: nn.Parameter | None = parameter(rows, in_features, dtype=dtype, device=device)
+        self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
+        self._packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
+
+    def finish_loading(self) -> None:
+        """Replace the weight by its packed form."""
+        if self.weight is not None and can_pack(self.weight.dtype, self.weight.device.type):
+            self._packed = pack(self.weight)
+            self.weight = None
+
+    def weight_slots(self) -> WeightSlots:
+        """`<part>.weight` and `<part>.bias` of every part; before `finish_loading` only."""
+        assert self.weight is not None
+        start = 0
+        for name, rows in self.parts.items():
+            yield f"{name}.weight", self.weight[start : start + rows]
+            if self.bias is not None:
+                yield f"{name}.bias", self.bias[start : start + rows]
+            start += rows
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in fp32 (fp64 for fp64).
+
+    `rows` > 1 keeps that many weights, for tensors whose last two dimensions are [rows, size].
+    """
+
+    def __init__(
+        self, size: int, *, eps: float, offset: float, dtype: torch.dtype, device: torch.device, rows: int = 1
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = offset
+        self.inverse_size = 1.0 / size
+        shape = (size,) if rows == 1 else (rows, size)
+        self.weight = parameter(*shape, dtype=wide_dtype(dtype), device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        # A norm and a product are several times faster on CPUs than a mean of squares.
+        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(self.inverse_size).add_(self.eps)
+        return (wide * rms.rsqrt_()).mul_(self.weight).to(x.dtype)
+
+    def finish_loading(self) -> None:
+        """Add the offset that the family's checkpoints leave out."""
+        if self.offset:
+            self.weight.add_(self.offset)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation function called `name` in Hugging Face configs. Raises `ModelLoadError` if unknown."""
+    try:
+        return ACTIVATIONS[name]
+    except KeyError:
+        raise ModelLoadError(f"activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}") from None
+
+
+def gated(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """act(gate) * up for `x` [..., 2 * size] = [gate | up]."""
+    gate, up = x.chunk(2, dim=-1)
+    return act(gate).mul_(up)
+
+
+MLPS: Registry[type[nn.Module]] = Registry("MLP kind")
+"""Modules built as `cls(spec, hidden_size, dtype=, device=)` by the spec's `kind`."""
+
+
+@MLPS.register(DenseMlp.kind)
+class DenseMlpLayer(nn.Module):
+    """Gated MLP with gate and up fused into one product."""
+
+    def __init__(self, spec: DenseMlp, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = spec.intermediate_size
+        self.act = activation(spec.activation)
+        self.gate_up = Linear(hidden_size, {"gate": size, "up": size}, bias=spec.bias, dtype=dtype, device=device)
+        self.down = Linear(size, {"down": hidden_size}, bias=spec.bias, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gated(self.gate_up(x), self.act))
+
+    def weight_slots(self) -> WeightSlots:
+        yield from self.gate_up.weight_slots()
+        yield from self.down.weight_slots()

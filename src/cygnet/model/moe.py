@@ -1,0 +1,66 @@
+"""Mixture of experts: routing in fp32, then one pair of products per expert that got tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cygnet.model.description import MoeSpec
+from cygnet.model.layers import MLPS, WeightSlots, activation, gated, parameter, wide_dtype
+
+_TINY = 1e-20
+
+
+@MLPS.register(MoeSpec.kind)
+class MoeLayer(nn.Module):
+    """Top-k routed gated MLPs; a token's result does not depend on the tokens beside it, up to rounding."""
+
+    def __init__(self, spec: MoeSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.act = activation(spec.activation)
+        wide, size = wide_dtype(dtype), spec.intermediate_size
+        self.router = parameter(spec.num_experts, hidden_size, dtype=wide, device=device)
+        self.selection_bias = parameter(spec.num_experts, dtype=wide, device=device) if spec.selection_bias else None
+        self.gate_up = parameter(spec.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
+        self.down = parameter(spec.num_experts, hidden_size, size, dtype=dtype, device=device)
+
+    def weight_slots(self) -> WeightSlots:
+        yield "router.weight", self.router
+        if self.selection_bias is not None:
+            yield "router.selection_bias", self.selection_bias
+        size = self.spec.intermediate_size
+        for expert in range(self.spec.num_experts):
+            yield f"experts.{expert}.gate.weight", self.gate_up[expert, :size]
+            yield f"experts.{expert}.up.weight", self.gate_up[expert, size:]
+            yield f"experts.{expert}.down.weight", self.down[expert]
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of each token and their weights, both [num_tokens, top_k]; weights in fp32 (fp64 for fp64)."""
+        logits = F.linear(x.to(self.router.dtype), self.router)
+        scores = logits.sigmoid() if self.spec.scoring == "sigmoid" else logits.softmax(-1)
+        ranked = scores if self.selection_bias is None else scores + self.selection_bias
+        experts = ranked.topk(self.spec.top_k, dim=-1, sorted=False).indices
+        weights = scores.gather(1, experts)
+        if self.spec.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        return experts, weights * self.spec.routed_scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts, weights = self.route(x)
+        top_k = self.spec.top_k
+        # Sorting the token-expert pairs by expert makes each expert's inputs one slice.
+        order = experts.flatten().argsort(stable=True)
+        inputs = x.index_select(0, order // top_k)
+        counts = torch.bincount(experts.flatten(), minlength=self.spec.num_experts).tolist()
+        sorted_outputs = torch.empty_like(inputs)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            rows = slice(start, start + count)
+            hidden = gated(F.linear(inputs[rows], self.gate_up[expert]), self.act)
+            torch.mm(hidden, self.down[expert].t(), out=sorted_outputs[rows])
+            start += count
+        outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
+        outputs = outputs.view(-1, top_k, x.shape[-1]).to(weights.dtype)
+        return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1).to(x.dtype)

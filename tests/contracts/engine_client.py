@@ -1,0 +1,218 @@
+"""What every `EngineClient` must do. Each `check_*` takes a factory of subjects; real client and fake run all of them.
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_contract(check):
+    asyncio.run(check(make_subject))
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from cygnet.base.engine_client import EngineClient
+from cygnet.base.errors import EngineDeadError, QueueFullError
+from cygnet.base.messages import AddRequest, RequestOutput
+from cygnet.base.sampling import SamplingParams
+
+TIMEOUT_S = 30
+
+
+@dataclass
+class Subject:
+    """A client with a running engine, and how to kill that engine without warning."""
+
+    client: EngineClient
+    kill: Callable[[], None]
+
+
+class MakeSubject(Protocol):
+    """Starts an engine whose context holds at least 512 tokens and whose vocabulary has at least 64."""
+
+    def __call__(self, *, max_running: int = 8, max_waiting: int = 64) -> AbstractAsyncContextManager[Subject]: ...
+
+
+def request(name: str, *, max_tokens: int, prompt: int = 12, logprobs: int | None = None) -> AddRequest:
+    """A request that generates exactly `max_tokens` tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+    return AddRequest(name, [3 + (i * 7) % 50 for i in range(prompt)], sampling)
+
+
+def start(client: EngineClient, added: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs, closable."""
+    return cast(AsyncGenerator[RequestOutput, None], client.generate(added))
+
+
+async def collect(client: EngineClient, added: AddRequest, started: asyncio.Event | None = None) -> list[RequestOutput]:
+    """All outputs of a request. `started` is set at the first."""
+    collected: list[RequestOutput] = []
+    async with asyncio.timeout(TIMEOUT_S), aclosing(start(client, added)) as outputs:
+        async for output in outputs:
+            collected.append(output)
+            if started is not None:
+                started.set()
+    return collected
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once `condition` holds; fail after a while."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    """The token ids of all outputs."""
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def check_generate(make: MakeSubject) -> None:
+    """All tokens come, in outputs of which only the last has a finish reason; then nothing is in flight."""
+    async with make() as subject:
+        assert subject.client.healthy
+        outputs = await collect(subject.client, request("a", max_tokens=9, logprobs=2))
+        assert len(tokens(outputs)) == 9
+        assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
+        assert {o.request_id for o in outputs} == {"a"}
+        assert len({o.num_cached_tokens for o in outputs}) == 1
+        for output in outputs:
+            assert output.logprobs is not None
+            assert [p.token_id for p in output.logprobs] == output.token_ids
+            assert all(len(p.top) == 2 for p in output.logprobs)
+        assert subject.client.num_in_flight == 0
+
+
+async def check_side_by_side(make: MakeSubject) -> None:
+    """Requests that run together each get their own tokens, the same as alone."""
+    async with make() as subject:
+        lengths = [1, 2, 5, 17, 30]
+        alone = [await collect(subject.client, request(f"alone{n}", max_tokens=n, prompt=8 + n)) for n in lengths]
+        together = await asyncio.gather(
+            *(collect(subject.client, request(f"together{n}", max_tokens=n, prompt=8 + n)) for n in lengths)
+        )
+        assert [tokens(o) for o in together] == [tokens(o) for o in alone]
+        assert subject.client.num_in_flight == 0
+
+
+async def check_early_close_aborts(make: MakeSubject) -> None:
+    """Closing the iterator takes the sequence off the engine, which then serves others."""
+    async with make(max_running=1) as subject:
+        async with asyncio.timeout(TIMEOUT_S), aclosing(start(subject.client, request("long", max_tokens=400))) as long:
+            assert (await anext(long)).token_ids
+        await until(lambda: subject.client.num_in_flight == 0)
+        assert len(tokens(await collect(subject.client, request("next", max_tokens=3)))) == 3
+
+
+async def check_cancel_aborts(make: MakeSubject) -> None:
+    """Cancelling the task that reads does the same."""
+    async with make(max_running=1) as subject:
+        started = asyncio.Event()
+        reader = asyncio.create_task(collect(subject.client, request("long", max_tokens=400), started))
+        await asyncio.wait_for(started.wait(), TIMEOUT_S)
+        reader.cancel()
+        await asyncio.wait([reader])
+        assert reader.cancelled()
+        await until(lambda: subject.client.num_in_flight == 0)
+        assert len(tokens(await collect(subject.client, request("next", max_tokens=3)))) == 3
+
+
+async def check_slow_reader_gets_merged(make: MakeSubject) -> None:
+    """What a slow reader has not taken is one output when it comes back; no token is lost or out of order."""
+    async with make() as subject:
+        async with asyncio.timeout(TIMEOUT_S), aclosing(start(subject.client, request("slow", max_tokens=40))) as slow:
+            first = await anext(slow)
+            await collect(subject.client, request("fast", max_tokens=60))  # meanwhile the slow one is done
+            rest = [output async for output in slow]
+        assert len(rest) == 1
+        assert len(tokens([first, *rest])) == 40
+        assert rest[0].finish_reason == "length"
+        expected = tokens(await collect(subject.client, request("again", max_tokens=40)))
+        assert tokens([first, *rest]) == expected
+
+
+async def check_queue_full(make: MakeSubject) -> None:
+    """Beyond the bound, `QueueFullError`; whoever was let in is served."""
+    async with make(max_running=1, max_waiting=2) as subject:
+        results = await asyncio.gather(
+            *(collect(subject.client, request(f"r{i}", max_tokens=20)) for i in range(12)), return_exceptions=True
+        )
+        refused = [r for r in results if isinstance(r, QueueFullError)]
+        served = [r for r in results if isinstance(r, list)]
+        assert len(refused) + len(served) == 12, results
+        assert refused
+        assert served
+        assert all(r.retry_after_s >= 1 for r in refused)
+        assert all(len(tokens(outputs)) == 20 for outputs in served)
+        assert len(tokens(await collect(subject.client, request("after", max_tokens=2)))) == 2
+
+
+async def check_dead_engine(make: MakeSubject) -> None:
+    """When the engine dies, running requests and new ones raise `EngineDeadError`."""
+    async with make() as subject:
+        async with asyncio.timeout(TIMEOUT_S), aclosing(start(subject.client, request("a", max_tokens=400))) as outputs:
+            await anext(outputs)
+            subject.kill()
+            raised = False
+            try:
+                async for _ in outputs:
+                    pass
+            except EngineDeadError:
+                raised = True
+            assert raised
+        await until(lambda: not subject.client.healthy)
+        assert subject.client.num_in_flight == 0
+        try:
+            await collect(subject.client, request("b", max_tokens=1))
+        except EngineDeadError:
+            return
+        raise AssertionError("a dead engine took a request")
+
+
+async def check_drain(make: MakeSubject) -> None:
+    """`aclose` with a drain lets running requests finish, takes no new ones, and may be called twice."""
+    async with make() as subject:
+        started = asyncio.Event()
+        running = asyncio.create_task(collect(subject.client, request("a", max_tokens=30), started))
+        await asyncio.wait_for(started.wait(), TIMEOUT_S)
+        closing = asyncio.create_task(subject.client.aclose(drain_s=TIMEOUT_S))
+        await until(lambda: not subject.client.healthy)
+        try:
+            await collect(subject.client, request("b", max_tokens=1))
+        except EngineDeadError:
+            pass
+        else:
+            raise AssertionError("a draining engine took a request")
+        assert len(tokens(await running)) == 30
+        await asyncio.wait_for(closing, TIMEOUT_S)
+        await subject.client.aclose()
+
+
+async def check_flush(make: MakeSubject) -> None:
+    """After `flush_cache` nothing is cached; before it, a repeated prompt is (all but its end)."""
+    async with make() as subject:
+        ask = 0
+
+        async def cached() -> int:
+            nonlocal ask
+            ask += 1
+            outputs = await collect(subject.client, request(f"r{ask}", max_tokens=1, prompt=100))
+            return outputs[-1].num_cached_tokens
+
+        assert await cached() == 0
+        assert 0 < await cached() < 100
+        await asyncio.wait_for(subject.client.flush_cache(), TIMEOUT_S)
+        assert await cached() == 0
+
+
+CHECKS = (
+    check_generate,
+    check_side_by_side,
+    check_early_close_aborts,
+    check_cancel_aborts,
+    check_slow_reader_gets_merged,
+    check_queue_full,
+    check_dead_engine,
+    check_drain,
+    check_flush,
+)

@@ -1,0 +1,145 @@
+"""The real Gemma 3 270M in fp32 against transformers: prompts of 20 to 6,000 tokens, rebuilds at 10K and 20K.
+20K.
+
+Takes minutes. The oracle's weights come from our own reading of the GGUF file, which `tests/model` checks by itself.
+"""
+
+import argparse
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from cygnet.base.errors import ModelLoadError
+from cygnet.base.sampling import SamplingParams
+from cygnet.base.threads import usable_cpus
+from cygnet.engine.runtime.local import LocalEngine
+from cygnet.model.decoder import HybridModel
+from cygnet.model.loader import build_model
+from cygnet.model.source import ModelSource, find_model
+from support.scenarios import (
+    Answer,
+    Report,
+    ask_oracle,
+    check_batch,
+    check_cache_states,
+    check_chunk_sizes,
+    engine_for,
+    run,
+)
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (20, 60, 150, 300, 510, 512, 700, 1100, 1600, 2500, 4000, 6000)
+SHORT = (20, 150, 512, 700, 1600)
+"""Lengths for the chunk sizes and batches that would take long with all: still past the window three times."""
+NUM_TOKENS = 12
+SETS = ("kv.memory=1GiB", "engine.max_num_batched_tokens=1024")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cpus())
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    try:
+        return find_model("gemma3-270m")
+    except ModelLoadError as error:
+        pytest.skip(f"needs the gemma extra: {error}")
+
+
+@pytest.fixture(scope="module")
+def model(source: ModelSource) -> HybridModel:
+    return build_model(source.checkpoint(dtype=torch.float32), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def text(source: ModelSource) -> list[int]:
+    """Tokens of a long real text."""
+    ids = source.tokenizer().encode(inspect.getsource(argparse))
+    assert len(ids) > 20_100
+    return ids
+
+
+@pytest.fixture(scope="module")
+def answers(source: ModelSource, text: list[int]) -> dict[int, Answer]:
+    """Prompts from different places of the text, so that none is another's prefix."""
+    checkpoint = source.checkpoint(dtype=torch.float32)
+    config = {k: v for k, v in checkpoint.config.items() if k not in ("architectures", "model_type", "torch_dtype")}
+    oracle = Gemma3ForCausalLM(Gemma3TextConfig(**config)).eval()
+    missing = oracle.load_state_dict({name: tensor for name, tensor, _ in checkpoint.tensors()}, strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    assert missing.unexpected_keys == []
+    oracle.tie_weights()
+    bos = text[0]
+    return {n: ask_oracle(oracle, [bos, *text[17 * n % 9000 :][: n - 1]], NUM_TOKENS) for n in LENGTHS}
+
+
+def engine(model: HybridModel, *sets: str) -> LocalEngine:
+    return engine_for(model, *SETS, *sets)
+
+
+def test_every_state_of_the_cache(model: HybridModel, answers: dict[int, Answer]) -> None:
+    report = Report()
+    check_cache_states(engine(model), list(answers.values()), report, "gemma")
+    print("ties:", report.ties)
+    assert len(report.ties) <= 2
+
+
+def test_batch_of_many(model: HybridModel, answers: dict[int, Answer]) -> None:
+    report = Report()
+    check_batch(engine(model), [answers[n] for n in (*SHORT, 60, 300, 1100)], report, "gemma")
+    print("ties:", report.ties)
+    assert len(report.ties) <= 2
+
+
+def test_chunk_sizes(model: HybridModel, answers: dict[int, Answer]) -> None:
+    report = Report()
+    some = [answers[n] for n in SHORT]
+    make = lambda chunk: engine(model, f"engine.max_num_batched_tokens={chunk}")  # noqa: E731
+    check_chunk_sizes(make, some, (16, 300), report)
+    check_chunk_sizes(make, [*some, answers[6000]], (4096,), report)
+    print("ties:", report.ties)
+    assert len(report.ties) <= 2
+
+
+def test_rebuild_at_10k_and_20k(model: HybridModel, text: list[int]) -> None:
+    """The windows of a 20K session are gone, its full KV is not: a replay of R = 15 x 511 tokens brings one back.
+
+    The cold runs of the same engine are the oracle here; `test_every_state_of_the_cache` ties those to transformers.
+    """
+    served = engine(model, "kv.retention=[]")
+    for length in (20_000, 10_000):
+        (cold,), (cached,) = run(served, [_ask(text[:length])], salt=str(length))
+        assert cached == 0
+        assert served.core.kv.tree.num_checkpoints == 0
+        before = served.stats()
+        (rebuilt,), (cached,) = run(served, [_ask(text[:length])], salt=str(length))
+        after = served.stats()
+        full_hit = (length - 1) // 16 * 16
+        assert cached == (full_hit - 7665) // 16 * 16
+        assert after.rebuilt_tokens_total - before.rebuilt_tokens_total == full_hit - cached
+        computed = after.computed_tokens_total - before.computed_tokens_total
+        print(f"{length} tokens: full hit {full_hit}, computed {computed} of {length + NUM_TOKENS - 1}")
+        assert computed == length - cached + NUM_TOKENS - 1
+        assert rebuilt == cold
+
+
+def _ask(prompt: list[int]) -> Answer:
+    return Answer(tuple(prompt), (0,) * NUM_TOKENS, ())
+
+
+def test_seeded_text_does_not_depend_on_the_batch(model: HybridModel, answers: dict[int, Answer]) -> None:
+    params = [SamplingParams(temperature=0.9, top_p=0.95, seed=s, max_tokens=12, ignore_eos=True) for s in range(6)]
+    prompts = [answers[n].prompt for n in (20, 60, 150, 300, 20, 60)]
+    together = engine(model).generate(prompts, params)
+    for prompt, param, tokens in zip(prompts, params, together, strict=True):
+        assert engine(model).generate([prompt], param) == [tokens]
+    assert together[0] != together[4]

@@ -1,0 +1,124 @@
+"""The engine with tiny random models of every family: same tokens as transformers in every state of the cache."""
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+
+from cygnet.base.errors import ConfigError
+from cygnet.engine.runtime.local import LocalEngine
+from cygnet.model.decoder import HybridModel
+from cygnet.model.loader import build_model
+from model import tiny
+from model.harness import FolderCheckpoint
+from support.scenarios import (
+    Answer,
+    Report,
+    ask_oracle,
+    check_batch,
+    check_cache_states,
+    check_chunk_sizes,
+    engine_for,
+    run,
+)
+
+LENGTHS = (1, 3, 4, 5, 12, 13, 40, 77, 150, 260)
+BASE = ("kv.block_size=4", "kv.memory=4MiB", "engine.max_num_batched_tokens=64")
+
+
+class Case:
+    def __init__(self, family: str, folder: object) -> None:
+        oracle = tiny.FAMILIES[family]()
+        oracle.save_pretrained(folder)
+        self.model: HybridModel = build_model(FolderCheckpoint(folder), dtype=torch.float32)  # type: ignore[arg-type]
+        rnd = Random(family)
+        self.answers = [ask_oracle(oracle, [rnd.randrange(tiny.VOCAB) for _ in range(n)], 8) for n in LENGTHS]
+
+    def engine(self, *sets: str) -> LocalEngine:
+        return engine_for(self.model, *BASE, *sets)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from a second thread, and lose much where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["mimo", "gemma3", "llama"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_every_state_of_the_cache(case: Case) -> None:
+    report = Report()
+    check_cache_states(case.engine(), case.answers, report, "tiny")
+    assert report.ties == []
+
+
+def test_batched(case: Case) -> None:
+    report = Report()
+    check_batch(case.engine(), case.answers, report, "tiny")
+    assert report.ties == []
+
+
+def test_chunk_sizes(case: Case) -> None:
+    report = Report()
+    check_chunk_sizes(
+        lambda chunk: case.engine(f"engine.max_num_batched_tokens={chunk}"), case.answers, (16, 17, 100, 512), report
+    )
+    assert report.ties == []
+
+
+def test_smallest_legal_pool(case: Case) -> None:
+    """The least budget that is not refused serves everything, one after the other and all at once."""
+    with pytest.raises(ConfigError, match=r"below the minimum of .* bytes") as refused:
+        case.engine("kv.memory=2048", "model.max_model_len=300", "engine.max_num_batched_tokens=16")
+    minimum = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    with pytest.raises(ConfigError):
+        case.engine(f"kv.memory={minimum - 1}", "model.max_model_len=300", "engine.max_num_batched_tokens=16")
+    engine = case.engine(f"kv.memory={minimum}", "model.max_model_len=300", "engine.max_num_batched_tokens=16")
+    report = Report()
+    for answer, got in zip(case.answers, run(engine, case.answers)[0], strict=True):
+        report.compare("smallest pool", answer, got)
+    assert report.ties == []
+
+
+def test_rebuild_is_chosen_and_exact(case: Case) -> None:
+    geometry = case.model.description.kv_geometry(4)
+    if not geometry.has_swa:
+        pytest.skip("no sliding-window layers: no window to lose")
+    engine, report = case.engine(), Report()
+    answer = case.answers[-1]
+    run(engine, [answer])
+    tree = engine.core.kv.tree
+    tree.evict_windows(tree.num_evictable_swa, 0)
+    before = engine.stats()
+    (got,), (cached,) = run(engine, [answer])
+    after = engine.stats()
+    report.compare("rebuild", answer, got)
+    full_hit = (len(answer.prompt) - 1) // 4 * 4
+    assert cached == (full_hit - geometry.rebuild_tokens) // 4 * 4 > 0
+    assert after.rebuilt_tokens_total - before.rebuilt_tokens_total == full_hit - cached
+    assert (
+        after.computed_tokens_total - before.computed_tokens_total
+        == len(answer.prompt) - cached + len(answer.tokens) - 1
+    )
+
+
+def test_turns_and_branches(case: Case) -> None:
+    """A conversation that grows, is edited in the middle, and goes on in both versions at once."""
+    oracle = tiny.FAMILIES[{"mimo_v2": "mimo"}.get(case.model.description.family, case.model.description.family)]()
+    engine, rnd, report = case.engine("kv.memory=400KiB"), Random(3), Report()
+    history = [rnd.randrange(tiny.VOCAB) for _ in range(60)]
+    versions = [history, [*history[:37], *[rnd.randrange(tiny.VOCAB) for _ in range(30)]]]
+    for _ in range(4):
+        answers: list[Answer] = [ask_oracle(oracle, version, 9) for version in versions]
+        for answer, got in zip(answers, run(engine, answers)[0], strict=True):
+            report.compare("turns", answer, got)
+        versions = [[*a.prompt, *a.tokens, *[rnd.randrange(tiny.VOCAB) for _ in range(11)]] for a in answers]
+    assert report.ties == []
+    assert engine.stats().effective_hit_tokens_total > 0

@@ -1,0 +1,256 @@
+"""An engine without a model: says what a test scripts, token by token, and keeps the promises of `EngineClient`.
+
+Runs by itself, one token per sequence and step, or, with `manual=True`, only when the test calls `step()`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from cygnet.base.errors import EngineDeadError, QueueFullError
+from cygnet.base.messages import AddRequest, EngineReady, EngineStats, PoolStats, PositionLogprobs, RequestOutput
+
+BLOCK = 4
+Reply = Callable[[AddRequest], Sequence[int]]
+
+
+class _Sequence:
+    """One request and the outputs its reader has not taken yet, merged into one."""
+
+    def __init__(self, request: AddRequest, reply: Sequence[int], cached: int) -> None:
+        self.request = request
+        self.reply = list(reply)
+        self.cached = cached
+        self.produced = 0
+        self.pending: RequestOutput | None = None
+        self.failure: Exception | None = None
+        self.news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        if self.pending is not None:
+            output = msgspec.structs.replace(
+                output,
+                token_ids=self.pending.token_ids + output.token_ids,
+                logprobs=None if output.logprobs is None else (self.pending.logprobs or []) + output.logprobs,
+            )
+        self.pending = output
+        self.news.set()
+
+    async def take(self) -> RequestOutput:
+        while self.pending is None:
+            if self.failure is not None:
+                raise self.failure
+            self.news.clear()
+            await self.news.wait()
+        output, self.pending = self.pending, None
+        return output
+
+
+class FakeEngine:
+    """`reply(request)` gives the tokens of an answer, after which comes `eos`. Whole blocks of earlier prompts count as
+    cached.
+
+    Records: `requests` (everything added), `aborted` (ids), `flushes`.
+    """
+
+    def __init__(
+        self,
+        reply: Reply,
+        *,
+        eos: int = 2,
+        vocab_size: int = 512,
+        max_model_len: int = 4096,
+        max_running: int = 64,
+        max_waiting: int = 64,
+        manual: bool = False,
+    ) -> None:
+        self._reply = reply
+        self._eos = eos
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._manual = manual
+        self._sequences: dict[str, _Sequence] = {}
+        self._prefixes: set[tuple[str, tuple[int, ...]]] = set()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._added = asyncio.Condition()
+        self._runner: asyncio.Task[None] | None = None
+        self._alive = True
+        self._stats = EngineStats(full=PoolStats(num_blocks=100, free=100, block_bytes=4096))
+        self._stats = msgspec.structs.replace(self._stats, swa=PoolStats(num_blocks=40, free=40, block_bytes=8192))
+        self._ready = EngineReady(
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            block_size=BLOCK,
+            window=8,
+            stats=self._stats,
+            summary="a fake engine",
+        )
+        self.requests: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self.flushes = 0
+
+    # -- EngineClient ------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> EngineReady:
+        return self._ready
+
+    @property
+    def stats(self) -> EngineStats:
+        count = len(self._sequences)
+        running = min(count, self._max_running)
+        return msgspec.structs.replace(self._stats, num_running=running, num_waiting=count - running)
+
+    @property
+    def healthy(self) -> bool:
+        return self._alive
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._sequences)
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+        if not self._alive:
+            raise EngineDeadError("the engine is not running")
+        if len(self._sequences) >= self._max_running + self._max_waiting:
+            raise QueueFullError("the waiting queue is full", retry_after_s=7, request_id=request.request_id)
+        if request.request_id in self._sequences:
+            raise AssertionError(f"request id {request.request_id} is in use")
+        sequence = await self._add(request)
+        finished = False
+        try:
+            while not finished:
+                output = await sequence.take()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            if not finished and self._alive:
+                self.aborted.append(request.request_id)
+            self._remove(request.request_id)
+
+    async def flush_cache(self) -> None:
+        self.flushes += 1
+        self._prefixes.clear()
+
+    async def aclose(self, *, drain_s: float = 0.0) -> None:
+        self._alive = False
+        if drain_s and self._sequences:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), drain_s)
+        self.die()
+        if self._runner is not None:
+            self._runner.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._runner
+            self._runner = None
+
+    # -- for tests ---------------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """As if the engine process had been killed."""
+        self._alive = False
+        for sequence in self._sequences.values():
+            sequence.failure = EngineDeadError("the engine process has ended")
+            sequence.news.set()
+
+    def step(self, count: int = 1) -> None:
+        """Give every running sequence its next token, `count` times."""
+        for _ in range(count):
+            for sequence in list(self._sequences.values())[: self._max_running]:
+                self._advance(sequence)
+
+    def fail(self, request_id: str, message: str) -> None:
+        """End one sequence with an error."""
+        self._sequences[request_id].put(RequestOutput(request_id, [], finish_reason="error", error=message))
+
+    async def wait_added(self, count: int) -> None:
+        """Return when `count` requests have been added since the start."""
+        async with asyncio.timeout(10), self._added:
+            await self._added.wait_for(lambda: len(self.requests) >= count)
+
+    async def wait_idle(self) -> None:
+        """Return when no sequence is in flight."""
+        await asyncio.wait_for(self._idle.wait(), 10)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _add(self, request: AddRequest) -> _Sequence:
+        sequence = _Sequence(request, self._reply(request), self._cached(request))
+        self._sequences[request.request_id] = sequence
+        self._idle.clear()
+        prompt = len(request.prompt_token_ids)
+        self._count(
+            prompt_tokens_total=prompt,
+            prefix_query_tokens_total=prompt,
+            full_hit_tokens_total=sequence.cached,
+            window_safe_hit_tokens_total=sequence.cached,
+            effective_hit_tokens_total=sequence.cached,
+            computed_tokens_total=prompt - sequence.cached,
+        )
+        async with self._added:
+            self.requests.append(request)
+            self._added.notify_all()
+        if not self._manual:
+            self._wake.set()
+            if self._runner is None:
+                self._runner = asyncio.create_task(self._run())
+        return sequence
+
+    def _remove(self, request_id: str) -> None:
+        self._sequences.pop(request_id, None)
+        if not self._sequences:
+            self._idle.set()
+
+    def _cached(self, request: AddRequest) -> int:
+        ids = tuple(request.prompt_token_ids)
+        cached = 0
+        for end in range(BLOCK, len(ids), BLOCK):
+            if (request.cache_salt, ids[:end]) in self._prefixes and cached == end - BLOCK:
+                cached = end
+        self._prefixes.update((request.cache_salt, ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK))
+        return cached
+
+    def _count(self, **amounts: int) -> None:
+        grown = {name: getattr(self._stats, name) + amount for name, amount in amounts.items()}
+        self._stats = msgspec.structs.replace(self._stats, **grown)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while any(s.produced >= 0 for s in self._sequences.values()):
+                self.step()
+                await asyncio.sleep(0)  # the readers' turn
+
+    def _advance(self, sequence: _Sequence) -> None:
+        if sequence.produced < 0:
+            return  # finished; its reader has not taken the end yet
+        sampling = sequence.request.sampling
+        i = sequence.produced
+        token = sequence.reply[i] if i < len(sequence.reply) else self._eos
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {self._eos})
+        reason = None
+        if token in stops and i + 1 > sampling.min_tokens:
+            reason = "stop"
+        elif i + 1 >= sampling.max_tokens:
+            reason = "length"
+        logprobs = None
+        if sampling.logprobs is not None:
+            top = [(token + k, -0.5 - k) for k in range(sampling.logprobs)]
+            logprobs = [PositionLogprobs(token, -0.5, top)]
+        self._count(generation_tokens_total=1, computed_tokens_total=1, steps_total=1)
+        sequence.produced = i + 1 if reason is None else -1
+        sequence.put(
+            RequestOutput(
+                sequence.request.request_id,
+                [token],
+                logprobs=logprobs,
+                finish_reason=reason,
+                stop_token_id=token if reason == "stop" else None,
+                num_cached_tokens=sequence.cached,
+            )
+        )

@@ -1,0 +1,115 @@
+"""A model runner without a model: it keeps what real KV would hold and derives tokens from it.
+
+Its memory says, per slot, which prefix the KV there belongs to. The token it "samples" is a hash of what a request's
+tables lead to, so any wrong, stale or missing block changes the output. For SWA it also tracks how many layers' KV is
+exact:
+
+    KV of layer j at position p is exact when layers below j saw an exact, whole window there:
+    exact(p) = min(num_layers, 1 + min of exact(q) over the window's earlier positions q), a missing one counting 0
+
+which is the error front of a window rebuild.
+"""
+
+from hashlib import blake2b
+
+from cygnet.base.geometry import KVGeometry
+from cygnet.base.ids import RequestId
+from cygnet.engine.plan import NewRequest, SampledToken, StepPlan, StepResult
+
+VOCAB = 50
+
+
+def prefix_digest(tokens: list[int]) -> bytes:
+    return blake2b(repr(tokens).encode(), digest_size=8).digest()
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the imagined model says after `tokens`."""
+    return int.from_bytes(prefix_digest(tokens), "little") % VOCAB
+
+
+class FakeRunner:
+    """Implements `execute(plan)` like `ModelRunner`; `wrong` lists every read of KV that was not what it should be."""
+
+    def __init__(self, geometry: KVGeometry, block_size: int) -> None:
+        self._geometry = geometry
+        self._size = block_size
+        self._full: dict[int, bytes] = {}
+        self._swa: dict[int, tuple[bytes, int]] = {}
+        self._rows: dict[RequestId, tuple[NewRequest, list[int], dict[int, int], dict[int, int]]] = {}
+        self.wrong: list[str] = []
+        self.num_computed = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for block in plan.freed_full:
+            for slot in range(block * self._size, (block + 1) * self._size):
+                self._full.pop(slot, None)
+        for block in plan.freed_swa:
+            for slot in range(block * self._size, (block + 1) * self._size):
+                self._swa.pop(slot, None)
+        for request_id in plan.gone:
+            self._rows.pop(request_id, None)
+        for new in plan.new:
+            self._rows[new.request_id] = (new, list(new.token_ids), {}, {})
+        written: set[tuple[str, int]] = set()
+        for request in plan.requests:
+            _, _, full, swa = self._rows[request.request_id]
+            full.update(enumerate(request.new_full_blocks, request.full_offset))
+            swa.update(enumerate(request.new_swa_blocks, request.swa_offset))
+        sampled = {}
+        for request in plan.requests:
+            new, tokens, full, swa = self._rows[request.request_id]
+            good = True
+            for position in range(request.start, request.start + request.num_tokens):
+                good = self._run(new, tokens, position, full, swa, written)
+                self.num_computed += 1
+            if request.sample:
+                assert request.start + request.num_tokens == len(tokens)
+                token = next_token(tokens) if good else VOCAB  # an impossible token
+                tokens.append(token)
+                sampled[request.request_id] = SampledToken(token)
+        return StepResult(plan.step, sampled)
+
+    def _slot(self, table: dict[int, int], position: int) -> int:
+        return table[position // self._size] * self._size + position % self._size
+
+    def _run(
+        self,
+        new: NewRequest,
+        tokens: list[int],
+        position: int,
+        full: dict[int, int],
+        swa: dict[int, int],
+        written: set[tuple[str, int]],
+    ) -> bool:
+        """Compute one token's KV; whether all that its layers read was right and exact."""
+        if position >= new.write_full_from:
+            slot = self._slot(full, position)
+            if ("full", slot) in written:
+                self.wrong.append(f"{new.request_id}: full slot {slot} written twice in a step")
+            written.add(("full", slot))
+            self._full[slot] = prefix_digest(tokens[: position + 1])
+        good = True
+        for earlier in range(position + 1):
+            if self._full.get(self._slot(full, earlier)) != prefix_digest(tokens[: earlier + 1]):
+                self.wrong.append(f"{new.request_id}: full KV of {earlier} read at {position} is not there")
+                good = False
+        if not self._geometry.has_swa:
+            return good
+        layers, window = self._geometry.swa.num_layers, self._geometry.window
+        exact = layers
+        for earlier in range(max(0, position - window), position):
+            if earlier < new.key_floor:
+                exact = 0
+                continue
+            content = self._swa.get(self._slot(swa, earlier))
+            if content is None or content[0] != prefix_digest(tokens[: earlier + 1]):
+                self.wrong.append(f"{new.request_id}: SWA KV of {earlier} read at {position} is not there")
+                return False
+            exact = min(exact, content[1])
+        slot = self._slot(swa, position)
+        if ("swa", slot) in written:
+            self.wrong.append(f"{new.request_id}: SWA slot {slot} written twice in a step")
+        written.add(("swa", slot))
+        self._swa[slot] = (prefix_digest(tokens[: position + 1]), min(layers, 1 + exact))
+        return good and exact == layers
