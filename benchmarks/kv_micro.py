@@ -170,7 +170,7 @@ def main() -> int:
     bench = Bench()
     prefill(bench, sizes)
     decode(bench, sizes, 2_000)
-    match(bench, sizes, 20)
+    match(bench, sizes, 200)
     evict(bench, [50, 200] if options.quick else [100, 1_000], 64)
     churn(bench, 40 if options.quick else 200, 64)
     if options.json:

@@ -13,9 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api.harness import MODEL, TOKENIZER, endless, fake_engine, in_loop, serving
 from cygnet.api import body, openapi
+from cygnet.api.app import create_app
+from cygnet.api.card import ModelCard
 from cygnet.api.routes import STATIC
-from cygnet.api.server import listen
+from cygnet.api.server import Server, listen
 from cygnet.api.tokenization import TokenizerPool
+from cygnet.base.config import ApiSettings
 from cygnet.base.errors import ConfigError, QueueFullError
 from cygnet.base.messages import EngineStats, PoolStats
 from cygnet.metrics.catalogue import CATALOGUE, RECORDED, kv_usage
@@ -240,6 +243,17 @@ def test_listen_says_what_is_wrong() -> None:
             listen("127.0.0.1", port)
     with pytest.raises(ConfigError, match="resolved"):
         listen("no such host!", 0)
+
+
+@in_loop
+async def test_port_taken_after_binding() -> None:
+    app = create_app(fake_engine(), TOKENIZER, ApiSettings(), ModelCard(id=MODEL, created=0))
+    with listen("127.0.0.1", 0) as mine, socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(mine.getsockname())
+        other.listen()
+        with pytest.raises(ConfigError, match="can't listen on port"):
+            await Server(app, ApiSettings()).run_on(mine)
 
 
 @in_loop

@@ -26,6 +26,7 @@ from cygnet.cli.bench.workload import (
     Turn,
     limited,
     random_sessions,
+    sped_up,
     with_poisson_arrivals,
 )
 
@@ -118,6 +119,7 @@ def test_agentic(tmp_path: Path) -> None:
     assert [turn.output_len for turn in one.turns] == [20, 30]
     assert [turn.input_len for turn in one.turns] == [1300, 1536]
     assert one.turns[1].delay_s == 2.5
+    assert sped_up(one, 5.0).turns[1].delay_s == 0.5
     assert not one.growing
     keys = [[piece.key for piece in turn.pieces] for turn in one.turns]
     assert keys[0][:2] == keys[1][:2], "the second request does not continue the first"

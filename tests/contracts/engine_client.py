@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 from cygnet.base.engine_client import EngineClient
 from cygnet.base.errors import EngineDeadError, QueueFullError
@@ -41,7 +41,7 @@ def request(name: str, *, max_tokens: int, prompt: int = 12, logprobs: int | Non
 
 def start(client: EngineClient, added: AddRequest) -> AsyncGenerator[RequestOutput, None]:
     """The outputs, closable."""
-    return cast(AsyncGenerator[RequestOutput, None], client.generate(added))
+    return client.generate(added)
 
 
 async def collect(client: EngineClient, added: AddRequest, started: asyncio.Event | None = None) -> list[RequestOutput]:

@@ -57,7 +57,7 @@ def test_start_reports_progress_and_itself(folder: Path) -> None:
             assert ("finding the model", 0, 0) in seen
             assert seen[-1][1] == seen[-1][2] > 0
             assert client.ready.vocab_size == tiny.VOCAB
-            assert client.ready.window == 12
+            assert client.ready.geometry.window == 12
             assert client.ready.max_model_len == 512
             assert client.stats.full.num_blocks > 0
         finally:

@@ -10,6 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from cygnet.base.errors import EngineDeadError, QueueFullError
+from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.base.messages import AddRequest, EngineReady, EngineStats, PoolStats, PositionLogprobs, RequestOutput
 
 BLOCK = 4
@@ -85,7 +86,7 @@ class FakeEngine:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             block_size=BLOCK,
-            window=8,
+            geometry=KVGeometry(GroupGeometry(2, 1, 8, 8, 2), GroupGeometry(4, 1, 8, 8, 2, window=8)),
             stats=self._stats,
             summary="a fake engine",
         )

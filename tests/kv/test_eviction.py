@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cygnet.base.errors import InvariantError
-from cygnet.base.ids import BlockKey
+from cygnet.base.ids import BlockKey, RequestId
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.eviction import Candidate, SampledSet, lru, value
 from cygnet.kv.manager import KVPolicy
 from cygnet.kv.prefix_tree import PrefixTree
-from kv.driver import Driver
+from kv.driver import ROOT, Driver
 from kv.shadow import make_geometry
 
 WINDOW, LAYERS, SIZE = 8, 3, 4
@@ -137,6 +137,43 @@ def test_where_windows_overlap_the_newest_is_not_the_first_to_go() -> None:
         assert tree.evict_windows(1, cache.now_ns)
         assert cache.manager.audit() == []
         assert cache.plan(session(1, 19)).num_safe_blocks == newest
+
+
+def test_a_window_counts_as_reused_when_others_than_its_own_session_resume_there() -> None:
+    def hits(cache: Driver, tokens: list[int]) -> int:
+        keys = cache.manager.new(RequestId("probe"), ROOT, tokens).keys
+        node = cache.manager.tree.get(keys[BLOCKS - 1])
+        assert node is not None
+        assert node.checkpoint is not None
+        return node.checkpoint.hits
+
+    cache = driver(20 * BLOCKS, 20, retention=("prompt_end",))
+    for _ in range(4):
+        cache.request(session(1))
+    assert hits(cache, session(1)) == 3, "the same prompt three times more"
+    cache.request(session(2))
+    for turn in (1, 2, 3):
+        cache.request(session(2, BLOCKS + turn))
+    assert hits(cache, session(2)) == 0, "its session resumed there once and has gone on"
+
+
+def test_a_long_stretch_without_windows_is_walked_once() -> None:
+    """Planning again costs nothing that grows with the prefix, also while other requests publish."""
+    cache = driver(20 * BLOCKS, 20)
+    cache.request(session(1, 6 * BLOCKS))
+    cache.drop_windows()
+    tree = cache.manager.tree
+    top = tree.get(cache.manager.new(RequestId("probe"), ROOT, session(1, 6 * BLOCKS)).keys[6 * BLOCKS - 1])
+    assert top is not None
+    cache.plan(session(1, 6 * BLOCKS))
+    epoch = tree._skip_epoch
+    assert (top.skip, top.skip_epoch) == (None, epoch)
+    for number in range(2, 6):
+        cache.request(session(number))
+    assert tree._skip_epoch == epoch
+    cache.request(session(1, 6 * BLOCKS))  # a rebuild brings a window back below nodes that may skip it
+    assert tree._skip_epoch > epoch
+    assert cache.plan(session(1, 6 * BLOCKS)).num_safe_blocks == 6 * BLOCKS
 
 
 def test_windows_wholly_in_use_are_not_dropped_in_vain() -> None:

@@ -89,22 +89,33 @@ class Harness:
 
     def step(self, work: Sequence[tuple[Request, int]]) -> Tensor:
         """Run the next `count` tokens of each sequence; logits [all tokens, vocab]."""
+        hidden = self.step_hidden(work)
+        with torch.inference_mode():
+            return self.model.logits(hidden).clone()
+
+    def step_hidden(self, work: Sequence[tuple[Request, int]]) -> Tensor:
+        """As `step`, but the hidden states [all tokens, hidden_size]."""
         for sequence, count in work:
             self._allocate(sequence, sequence.computed + count)
         with torch.inference_mode():
-            batch = self._batch(work)
-            logits = self.model.logits(self.model(batch))
+            hidden = self.model(self._batch(work))
         for sequence, count in work:
             sequence.computed += count
             self.drop_out_of_window(sequence)
-        return logits.clone()
+        return hidden
+
+    def hidden(self, sequence: Request, chunk: int) -> Tensor:
+        """Compute the sequence in chunks; hidden states of all its tokens [n, hidden_size]."""
+        parts = []
+        while sequence.computed < len(sequence.tokens):
+            parts.append(self.step_hidden([(sequence, min(chunk, len(sequence.tokens) - sequence.computed))]))
+        return torch.cat(parts)
 
     def prefill(self, sequence: Request, chunk: int) -> Tensor:
         """Compute the sequence in chunks; logits of all its tokens [n, vocab]."""
-        parts = []
-        while sequence.computed < len(sequence.tokens):
-            parts.append(self.step([(sequence, min(chunk, len(sequence.tokens) - sequence.computed))]))
-        return torch.cat(parts)
+        hidden = self.hidden(sequence, chunk)
+        with torch.inference_mode():
+            return self.model.logits(hidden).clone()
 
     def greedy(self, prompt: list[int], count: int, *, chunk: int = 10**9) -> list[int]:
         """`count` greedy tokens after `prompt`."""

@@ -4,8 +4,6 @@ from typing import Literal
 
 import msgspec
 
-from cygnet.base.geometry import KVGeometry
-
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Made by whoever loaded the model (the CLI)."""
@@ -19,6 +17,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Where the weights came from: a path, a hub id or a built-in name."""
     description: str = ""
     kind: Literal["base", "instruct"] = "instruct"
-    """A `base` model continues text and is not trained to chat; the page shows completions first and says so."""
-    geometry: KVGeometry | None = None
-    """Layers and window of the two groups, for display."""
+    """A `base` model continues text and is not trained to chat; the page shows completions first and says so (in the
+    words of `description`, where there is one)."""

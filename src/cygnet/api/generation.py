@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
 
 import msgspec
 
@@ -91,13 +90,15 @@ class _Timing:
         self._first: int | None = None
         self._tokens = 0
 
-    def tokens(self, now: int, count: int) -> None:
-        """`count` tokens came in at `now`; tokens that arrive together share the time since the ones before."""
+    def tokens(self, now: int, count: int, queued_ns: int) -> None:
+        """`count` tokens came in at `now`, of a sequence that waited `queued_ns` for admission. Tokens that arrive
+        together share the time since the ones before."""
         if count == 0:
             return
         if self._first is None:
             self._first = now
             self._recorder.observe(catalogue.TIME_TO_FIRST_TOKEN, (now - self._arrival) / 1e9)
+            self._recorder.observe(catalogue.QUEUE_TIME, queued_ns / 1e9)
         else:
             gap = (now - self._latest) / count / 1e9
             self._recorder.observe(catalogue.INTER_TOKEN_LATENCY, gap, times=count)
@@ -170,13 +171,12 @@ class Generator:
         """Pass on all deltas but the last, which is returned when the engine is done with the sequence: a stop string
         must end the sequence before a slow client has been told of it."""
         processor = OutputProcessor(self._tokenizer, tally.job.text)
-        stream = cast(AsyncGenerator[RequestOutput, None], self._engine.generate(request))
-        async with aclosing(stream) as outputs:
+        async with aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
                 if output.finish_reason not in (None, "stop", "length"):
                     raise SequenceFailedError(output.error or f"generation ended early ({output.finish_reason})")
                 delta = processor.push(output)
-                timing.tokens(self._clock(), delta.num_tokens)
+                timing.tokens(self._clock(), delta.num_tokens, output.queued_ns)
                 tally.add(index, output, delta)
                 if delta.finish_reason is not None:
                     return delta

@@ -84,10 +84,18 @@ class Server(uvicorn.Server):
                 signal.signal(sig, before[sig])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # somebody else began to listen between `listen` and now
+            await self.lifespan.shutdown()
+            raise ConfigError(f"can't listen on port {self._port(sockets)}: {error.strerror}") from None
         if self._on_ready is not None and sockets and not self.should_exit:
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(host, port)
+
+    @staticmethod
+    def _port(sockets: list[socket.socket] | None) -> int:
+        return int(sockets[0].getsockname()[1]) if sockets else 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._lifecycle.drain()

@@ -20,13 +20,13 @@ INTERVAL_S = 0.5
 def snapshot(service: Service) -> dict[str, Any]:
     """The state as JSON. `time_ms` is when it was taken, on a clock that only runs forward."""
     ready = service.engine.ready
-    geometry = service.card.geometry
+    geometry = ready.geometry
     cache = {
         "block_size": ready.block_size,
-        "window": ready.window,
-        "rebuild_tokens": geometry.rebuild_tokens if geometry else None,
-        "full_token_bytes": geometry.full.token_bytes if geometry else None,
-        "swa_token_bytes": geometry.swa.token_bytes if geometry else None,
+        "window": geometry.window,
+        "rebuild_tokens": geometry.rebuild_tokens,
+        "full_token_bytes": geometry.full.token_bytes,
+        "swa_token_bytes": geometry.swa.token_bytes,
     }
     return {
         "version": __version__,

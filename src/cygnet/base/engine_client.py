@@ -1,7 +1,7 @@
 """What the API needs of an engine, wherever that engine runs. Implemented by `cygnet.engine.runtime.client` (a process
 apart) and by the tests' fake; both pass the same contract test (`tests/contracts/engine_client.py`)."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from cygnet.base.messages import AddRequest, EngineReady, EngineStats, RequestOutput
@@ -26,10 +26,10 @@ class EngineClient(Protocol):
     def num_in_flight(self) -> int:
         """Sequences added and not yet finished."""
 
-    def generate(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         """Add `request`; yield its outputs until the one with a `finish_reason`.
 
-        Closing the iterator early (a client that disconnects, a stop string) aborts the sequence in the engine.
+        Closing the generator early (a client that disconnects, a stop string) aborts the sequence in the engine.
         Outputs not yet consumed are merged, so a slow reader costs bounded memory.
         Raises `EngineDeadError` when the engine is or goes away, `QueueFullError` beyond the bound on waiting requests.
         """

@@ -8,6 +8,7 @@ engine → API:  EngineProgress while loading, EngineReady once, then StepOutput
 import msgspec
 
 from cygnet.base.config import Config
+from cygnet.base.geometry import KVGeometry
 from cygnet.base.sampling import SamplingParams
 
 
@@ -66,6 +67,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     """Prompt tokens reused from the cache (the effective hit), the same in every output of a sequence."""
+    queued_ns: int = 0
+    """Time from arrival in the engine to admission, the same in every output of a sequence."""
     error: str | None = None
     error_type: str | None = None
     """Class of `base.errors` that the engine raised, when `error` is set."""
@@ -128,7 +131,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_
     max_model_len: int
     vocab_size: int
     block_size: int
-    window: int
+    geometry: KVGeometry
     stats: EngineStats
     summary: str
     """One or two lines for people: model, dtype, pools."""

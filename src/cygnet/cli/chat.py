@@ -170,7 +170,7 @@ class Conversation:
 
 def _describe(turn: "Turn") -> str:
     speed = f" at {turn.tokens_per_s:.1f} tok/s" if turn.tokens_per_s else ""
-    cached = f", {turn.cached_tokens} of them cached" if turn.cached_tokens is not None else ""
+    cached = f", {turn.cached_tokens} cached" if turn.cached_tokens is not None else ""
     end = {"length": "; cut at --max-tokens", "interrupted": "; interrupted"}.get(turn.finish_reason or "", "")
     if turn.finish_reason == "interrupted" and not turn.output_tokens:
         return f"(first text after {turn.first_s:.2f} s{end})"

@@ -27,6 +27,7 @@ class ChildServer:
         self._command = [sys.executable, "-m", "cygnet.cli.main", "serve", model, "--port", "0", *options]
         self._command += ["--set", "api.log_requests=false", "--log-level", "warning"]
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CYGNET_API_KEY": api_key} if api_key else {})}
+        self._drainer: threading.Thread | None = None
         self.url = ""
 
     def __enter__(self) -> "ChildServer":
@@ -44,7 +45,8 @@ class ChildServer:
         except BaseException:
             self._stop()
             raise
-        threading.Thread(target=self._drain, args=(self._process.stdout,), daemon=True).start()
+        self._drainer = threading.Thread(target=self._drain, args=(self._process.stdout,), daemon=True)
+        self._drainer.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -68,3 +70,7 @@ class ChildServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._drainer is not None:
+            self._drainer.join(timeout=5)
+        if self._process.stdout is not None:
+            self._process.stdout.close()

@@ -173,6 +173,7 @@ class EngineCore:
             request.finish_reason,
             sampled.token_id if sampled and request.finish_reason == "stop" else None,
             request.num_cached_tokens or 0,
+            max(0, request.admitted_ns - request.arrival_ns) if request.admitted_ns is not None else 0,
         )
 
     # -------------------------------------------------------------------- stats

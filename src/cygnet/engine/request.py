@@ -28,6 +28,8 @@ class Request:
     kv: RequestKV
     stop_ids: frozenset[int]
     running: bool = False
+    admitted_ns: int | None = None
+    """When it was first admitted; None before."""
     num_cached_tokens: int | None = None
     """Effective hit at the first admission; None before."""
     num_sent_full: int = 0

@@ -181,7 +181,8 @@ class Scheduler:
         request.running = True
         request.num_sent_full, request.num_sent_swa = 0, request.kv.live_from
         self.running[request.request_id] = request
-        if request.num_cached_tokens is None:
+        if request.admitted_ns is None:
+            request.admitted_ns = now_ns
             request.num_cached_tokens = min(plan.start, request.num_prompt_tokens)
             self._count_hit(plan)
         return True

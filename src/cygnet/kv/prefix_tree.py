@@ -34,7 +34,8 @@ class PrefixTree:
       - `locks` never grows towards the leaves: a node is locked by at least the requests that lock its children;
       - a node holds an SWA block only while `swa_locks + swa_marks > 0`; `swa_locks > 0` implies `locks > 0`;
       - `swa_marks` counts the checkpoints whose window covers the node; a checkpoint's whole window is live;
-      - the leaf set holds exactly the unlocked nodes without children; the two evictable counters are exact.
+      - the leaf set holds exactly the unlocked nodes without children; the two evictable counters are exact;
+      - a node's `skip` (of the current epoch) passes over no live SWA block.
 
     `seed` fixes the sampling of eviction victims. All times are integer nanoseconds given by the caller.
     """

@@ -185,6 +185,12 @@ TIME_TO_FIRST_TOKEN = Metric(
     "From the request's arrival to its first token.",
     buckets=FIRST_TOKEN_BUCKETS,
 )
+QUEUE_TIME = Metric(
+    "vllm:request_queue_time_seconds",
+    "histogram",
+    "From the request's arrival in the engine to its admission.",
+    buckets=LATENCY_BUCKETS,
+)
 INTER_TOKEN_LATENCY = Metric(
     "vllm:inter_token_latency_seconds",
     "histogram",
@@ -214,6 +220,7 @@ HTTP_REQUESTS = Metric("cygnet:http_requests", "counter", "HTTP responses by rou
 RECORDED = (
     REQUEST_SUCCESS,
     TIME_TO_FIRST_TOKEN,
+    QUEUE_TIME,
     INTER_TOKEN_LATENCY,
     TIME_PER_OUTPUT_TOKEN,
     E2E_LATENCY,

@@ -79,8 +79,9 @@ function drawPool(id, name, about, pool) {
   }
   const size = (blocks) => bytes(blocks * pool.block_bytes);
   head.children[1].textContent = `${size(pool.num_blocks)}${about ? `, ${about}` : ""}`;
-  bar.children[0].style.width = `${(100 * pool.used) / pool.num_blocks}%`;
-  bar.children[1].style.width = `${(100 * pool.cached) / pool.num_blocks}%`;
+  const width = (blocks) => (blocks ? `max(3px, ${(100 * blocks) / pool.num_blocks}%)` : "0"); // never invisible
+  bar.children[0].style.width = width(pool.used);
+  bar.children[1].style.width = width(pool.cached);
   const parts = [["in use", pool.used], ["cached", pool.cached], ["free", pool.free]];
   const text = parts.map(([word, blocks]) => `${count(blocks)} ${word} (${size(blocks)})`).join(" · ");
   detail.textContent = text;
@@ -129,7 +130,7 @@ function draw(state) {
   drawPool("pool-swa", "Sliding window", [layers(model.geometry?.swa), window].filter(Boolean).join(", "), stats.swa);
   drawHits(stats);
   drawRates(state);
-  setText("summary", `${state.summary} · Cygnet ${state.version}`);
+  setText("summary", `${state.summary}\nCygnet ${state.version}`);
 }
 
 function setHealth(text, kind) {

@@ -191,11 +191,13 @@ export function introduce(state, select) {
   introduced = true;
   const { model } = state;
   document.title = `${model.id} · Cygnet`;
-  byId("model").textContent = [model.id, model.description, `context ${count(state.max_model_len)} tokens`].filter(Boolean).join(" · ");
+  const base = model.kind === "base";
+  const facts = [model.id, base ? "" : model.description, `context ${count(state.max_model_len)} tokens`];
+  byId("model").textContent = facts.filter(Boolean).join(" · ");
   byId("tab-chat").hidden = !state.has_chat_template;
   const note = byId("note");
-  if (model.kind === "base") {
-    note.textContent = `${model.id} is a base model: it continues text and was not trained to chat. Completions are sensible; ${state.has_chat_template ? "chat rambles." : "there is no chat."}`;
+  if (base) {
+    note.textContent = model.description || `${model.id} is a base model: it continues text and was not trained to chat. Completions are sensible; ${state.has_chat_template ? "chat rambles." : "there is no chat."}`;
     note.hidden = false;
   } else if (state.has_chat_template) {
     select(byId("tab-chat"));

@@ -39,7 +39,7 @@ def serve(
     concurrency: Annotated[int | None, _option("N", "sessions at once [16]")] = None,
     rate: Annotated[float | None, _option("R", "sessions started per second, Poisson")] = None,
     trace: Annotated[Path | None, _option("FILE", "replay a trace (.jsonl, .csv, .gz)")] = None,
-    trace_speed: Annotated[float, _option("X", "replay the trace's times so much faster [1]")] = 1.0,
+    trace_speed: Annotated[float, _option("X", "replay times and pauses so much faster [1]")] = 1.0,
     temperature: Annotated[float, _option("T", "sampling temperature [0]")] = 0.0,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="let answers end before --output-len")] = False,
     vocab_size: Annotated[int, _option("N", "random token ids stay below this [30000]")] = 30_000,
@@ -79,16 +79,13 @@ def _sessions(settings: dict[str, Any]) -> list["Session"]:
     from dataclasses import replace
 
     from cygnet.cli.bench.traces import load_trace
-    from cygnet.cli.bench.workload import random_sessions, with_poisson_arrivals
+    from cygnet.cli.bench.workload import random_sessions, sped_up, with_poisson_arrivals
 
     if settings["trace"]:
         sessions = load_trace(Path(settings["trace"]), settings["num_prompts"])
         if settings["rate"] or settings["concurrency"]:
             sessions = [replace(session, arrival_s=None) for session in sessions]
-        sessions = [
-            replace(s, arrival_s=None if s.arrival_s is None else s.arrival_s / settings["trace_speed"])
-            for s in sessions
-        ]
+        sessions = [sped_up(session, settings["trace_speed"]) for session in sessions]
     else:
         settings["input_len"] = settings["input_len"] or 256
         settings["output_len"] = settings["output_len"] or 64

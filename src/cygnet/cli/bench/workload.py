@@ -107,6 +107,13 @@ def with_poisson_arrivals(sessions: Sequence[Session], rate: float, seed: int) -
     return result
 
 
+def sped_up(session: Session, factor: float) -> Session:
+    """The session with its arrival and its pauses `factor` times sooner."""
+    arrival_s = None if session.arrival_s is None else session.arrival_s / factor
+    turns = tuple(replace(turn, delay_s=turn.delay_s / factor) for turn in session.turns)
+    return replace(session, arrival_s=arrival_s, turns=turns)
+
+
 def limited(
     sessions: Sequence[Session], *, max_input: int | None, max_output: int | None, max_total: int | None
 ) -> tuple[list[Session], int]:

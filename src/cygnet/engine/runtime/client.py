@@ -5,7 +5,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -189,7 +189,7 @@ class EngineProcess:
     def num_in_flight(self) -> int:
         return len(self._streams)
 
-    async def generate(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.generate`."""
         self._check(request)
         stream = self._streams[request.request_id] = Stream()

@@ -159,7 +159,7 @@ def describe(engine: LocalEngine, model: HybridModel, name: str) -> EngineReady:
         max_model_len=sizes.max_model_len,
         vocab_size=model.description.vocab_size,
         block_size=sizes.block_size,
-        window=kv.geometry.window,
+        geometry=kv.geometry,
         stats=stats,
         summary=f"{name}, {dtype} on {model.device}: {shape}\n"
         f"KV cache {format_bytes(sizes.num_bytes(kv.geometry))}: {pools}; context up to {sizes.max_model_len} tokens",
