@@ -184,7 +184,7 @@ async def test_context_too_long_says_the_numbers() -> None:
     async with serving(fake_engine(endless, max_model_len=50)) as s:
         message = assert_error(await s.complete(prompt=[5] * 50), 400, "prompt", "context_length_exceeded")
         assert message.count("50") == 2
-        message = assert_error(await s.complete(prompt=[5] * 30, max_tokens=21), 400, "prompt")
+        message = assert_error(await s.complete(prompt=[5] * 30, max_tokens=21), 400, "max_tokens")
         assert all(number in message for number in ("30", "21", "51", "50"))
         assert (await s.complete(prompt=[5] * 30, max_tokens=20)).json()["usage"]["completion_tokens"] == 20
         long_chat = {"messages": [{"role": "user", "content": "z" * 90}]}

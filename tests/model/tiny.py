@@ -40,7 +40,7 @@ def gemma3() -> PreTrainedModel:
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     )
-    return _randomised(Gemma3ForCausalLM(config))
+    return randomise(Gemma3ForCausalLM(config))
 
 
 def mimo() -> PreTrainedModel:
@@ -61,7 +61,7 @@ def mimo() -> PreTrainedModel:
         layer_types=[FULL, SWA, SWA, SWA, FULL, SWA, FULL],
         max_position_embeddings=512,
     )
-    return _randomised(MiMoV2FlashForCausalLM(config))
+    return randomise(MiMoV2FlashForCausalLM(config))
 
 
 def llama(**overrides: object) -> PreTrainedModel:
@@ -85,7 +85,7 @@ def llama(**overrides: object) -> PreTrainedModel:
             "original_max_position_embeddings": 64,
         },
     }
-    return _randomised(LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})))
+    return randomise(LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ FAMILIES = {"gemma3": gemma3, "mimo": mimo, "llama": llama}
 
 
 @torch.no_grad()
-def _randomised(model: PreTrainedModel) -> PreTrainedModel:
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
     """Weights large enough that every part of the model moves the logits."""
     generator = torch.Generator().manual_seed(7)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -154,7 +154,7 @@ def fit(
             f"the prompt has {longest} tokens and {asked} were asked for, together {longest + asked}; "
             f"this model's context is {limits.max_model_len} tokens"
         )
-        raise ContextLengthError(message, param=param)
+        raise ContextLengthError(message, param="max_tokens")
     if asked is None:
         asked = room if default is None else min(default, room)
     fitted = structs.replace(sampling, max_tokens=asked)

@@ -57,8 +57,10 @@ def serve(
     configure_logging(level)
     config = resolve_config(file, sets, options).config
     try:
-        import uvloop
-
-        uvloop.run(run_server(config, level))
+        from uvloop import run
     except ImportError:
-        asyncio.run(run_server(config, level))
+        from asyncio import run
+    try:
+        run(run_server(config, level))
+    except asyncio.CancelledError:
+        raise typer.Exit(143) from None  # SIGTERM while loading

@@ -52,7 +52,7 @@ class KVManager:
             self.swa_pool,
             block_size=sizes.block_size,
             window_blocks=geometry.window_blocks(sizes.block_size),
-            rebuild_tokens=geometry.rebuild_tokens,
+            rebuild_tokens=geometry.rebuild_tokens if self.policy.rebuild else None,
             eviction=self.policy.eviction,
             seed=self.policy.seed,
         )

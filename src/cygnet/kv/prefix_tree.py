@@ -47,7 +47,7 @@ class PrefixTree:
         *,
         block_size: int,
         window_blocks: int,
-        rebuild_tokens: int,
+        rebuild_tokens: int | None,
         eviction: str = "value",
         seed: int = 0,
     ) -> None:
@@ -233,7 +233,7 @@ class PrefixTree:
 
     def _nearest_checkpoint(self, node: Node) -> Checkpoint | None:
         """The nearest checkpoint above `node`, no farther than a rebuild would reach (beyond, its distance is moot)."""
-        reach = self._rebuild_tokens // self.block_size + 1
+        reach = node.index + 1 if self._rebuild_tokens is None else self._rebuild_tokens // self.block_size + 1
         for member in node.path_up(reach):
             if member.checkpoint is not None and member is not node:
                 return member.checkpoint
@@ -334,7 +334,8 @@ class PrefixTree:
         """Tokens to compute again if this window were lost: from the checkpoint before it, or by a rebuild."""
         previous = checkpoint.live_previous()
         start = previous.node.index + 1 if previous else 0
-        return min((checkpoint.node.index + 1 - start) * self.block_size, self._rebuild_tokens)
+        saving = (checkpoint.node.index + 1 - start) * self.block_size
+        return saving if self._rebuild_tokens is None else min(saving, self._rebuild_tokens)
 
     def audit(self) -> list[str]:
         """Recompute every derived quantity from the nodes alone; all discrepancies. O(nodes x window)."""

@@ -48,8 +48,12 @@ def plan_pools(
     one block, never more than the full pool's tokens could use. `max_model_len` 0 means as long as the model and the
     full pool allow; a given one must fit. Raises `ConfigError` naming the smallest budget that works.
     """
+    if max_model_len > model_max_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than this model's {model_max_len} tokens; lower it or leave it out"
+        )
     full_block, swa_block = geometry.full.block_bytes(block_size), geometry.swa.block_bytes(block_size)
-    length = min(max_model_len or model_max_len, model_max_len)
+    length = max_model_len or model_max_len
     needed_full = ceil(length / block_size) if max_model_len else ceil(chunk / block_size) + 1
     needed_swa = min_swa_blocks(geometry, block_size, min(chunk, length))
     minimum = needed_full * full_block + needed_swa * swa_block
