@@ -30,7 +30,7 @@ from support.scenarios import (
     run,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 LENGTHS = (20, 60, 150, 300, 510, 512, 700, 1100, 1600, 2500, 4000, 6000)
 SHORT = (20, 150, 512, 700, 1600)

@@ -10,10 +10,11 @@ from model.harness import FolderCheckpoint
 from model.tiny import FAMILIES, Tiny
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _few_threads() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    """Tiny products are slower on several threads, much so beside other work."""
     before = torch.get_num_threads()
-    torch.set_num_threads(min(2, before))
+    torch.set_num_threads(1)
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)

@@ -2,12 +2,14 @@
 
 import argparse
 import inspect
+from collections.abc import Iterator
 
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from cygnet.base.errors import ModelLoadError
+from cygnet.base.threads import usable_cpus
 from cygnet.model.loader import build_model
 from cygnet.model.source import ModelSource, find_model
 from model.harness import Harness, Request
@@ -16,6 +18,14 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 1300
 """More than twice the window of 511."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cpus())
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
