@@ -139,6 +139,8 @@ class ModelObject(msgspec.Struct, kw_only=True):
     owned_by: str
     root: str
     max_model_len: int
+    kind: str
+    """`instruct`, or `base` for a model that continues text and is not trained to chat (not an OpenAI field)."""
 
 
 class ModelList(msgspec.Struct):

@@ -58,6 +58,7 @@ class Routes:
             owned_by=card.owned_by,
             root=card.root or card.id,
             max_model_len=self._service.limits.max_model_len,
+            kind=card.kind,
         )
 
     async def _body(self, request: Request) -> bytes:

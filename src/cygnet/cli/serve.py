@@ -57,9 +57,11 @@ def serve(
     configure_logging(level)
     config = resolve_config(file, sets, options).config
     try:
-        from uvloop import run
-    except ImportError:
-        from asyncio import run
+        import uvloop
+    except ImportError:  # there is none for Windows
+        run = asyncio.run
+    else:
+        run = uvloop.run
     try:
         run(run_server(config, level))
     except asyncio.CancelledError:

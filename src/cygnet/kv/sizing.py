@@ -50,7 +50,7 @@ def plan_pools(
     """
     if max_model_len > model_max_len:
         raise ConfigError(
-            f"--max-model-len {max_model_len} is more than this model's {model_max_len} tokens; lower it or leave it out"
+            f"--max-model-len {max_model_len} is more than this model's {model_max_len} tokens; lower or omit it"
         )
     full_block, swa_block = geometry.full.block_bytes(block_size), geometry.swa.block_bytes(block_size)
     length = max_model_len or model_max_len

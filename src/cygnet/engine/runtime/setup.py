@@ -136,6 +136,7 @@ def load_engine(
         dtype=dtype,
         device=device,
         attention_backend=config.engine.attention_backend,
+        pack_tied_head=config.model.pack_tied_head,
         progress=lambda done, total: report("loading weights", done, total),
     )
     engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids)

