@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import sys
 import tempfile
@@ -36,8 +37,15 @@ Progress = Callable[[str, int, int], None]
 _ERRORS = {error.__name__: error for error in (InvalidRequestError, ContextLengthError, QueueFullError)}
 """What an engine may say of a request, by name."""
 
+SOCKET_NAME = "engine.sock"
 START_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 10.0
+LAST_WORDS_S = 1.0
+"""How long an engine's last message may take to arrive once the engine has ended."""
+FAILED_STATUS = 1
+"""Exit status of an engine that has said why it ended."""
+
+log = logging.getLogger("cygnet.engine")
 
 
 class Stream:
@@ -75,24 +83,49 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     return msgspec.structs.replace(second, token_ids=first.token_ids + second.token_ids, logprobs=logprobs or None)
 
 
-class EngineProcess:
-    """An engine in a process of its own. Implements `EngineClient`; made by `start`."""
+def _listen() -> tuple[zmq.asyncio.Socket, Path]:
+    """A socket bound in a new private folder: only this user can reach it. `ConfigError` when there can't be one."""
+    folder = Path(tempfile.mkdtemp(prefix="cygnet-"))
+    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    try:
+        socket.bind(f"ipc://{folder}/{SOCKET_NAME}")
+    except zmq.ZMQError as error:
+        socket.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        remedy = "let TMPDIR name a folder with a shorter path, on a local disk"
+        raise ConfigError(f"can't make the engine's socket in {folder}: {error.strerror}; {remedy}") from None
+    return socket, folder
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, limit: int) -> None:
+
+class EngineProcess:
+    """An engine in a process of its own. Implements `EngineClient`; made by `start`.
+
+    Invariants: `_streams` holds what is read by somebody, `_unfinished` those of them that the engine still works on,
+    as far as it has said; a failure, once set, stays, and every stream of then and later raises it.
+    """
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, folder: Path, limit: int
+    ) -> None:
         self._process = process
         self._socket = socket
+        self._folder = folder
         self._limit = limit
         self._streams: dict[str, Stream] = {}
+        self._unfinished: set[str] = set()
         self._ready: EngineReady | None = None
         self._stats = EngineStats()
         self._failure: EngineDeadError | None = None
+        self._failed = asyncio.Event()
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineOutput)
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._folder: Path | None = None
 
     # ------------------------------------------------------------------- start
 
@@ -109,28 +142,27 @@ class EngineProcess:
 
         Raises `ConfigError` with the engine's own words when it can't start. `on_progress` is called while it loads.
         """
-        # A private folder: only this user can reach the socket.
-        folder = Path(tempfile.mkdtemp(prefix="cygnet-"))
-        address = f"ipc://{folder}/engine.sock"
-        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.bind(address)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "cygnet.engine.runtime.process",
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        client = cls(process, socket, config.engine.max_waiting + config.engine.max_num_seqs)
-        client._folder = folder
+        socket, folder = _listen()
+        address = f"ipc://{folder}/{SOCKET_NAME}"
         message = EngineStart(config=config, address=address, eos_token_ids=list(eos_token_ids), log_level=log_level)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "cygnet.engine.runtime.process",
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except BaseException:
+            socket.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        client = cls(process, socket, folder, config.engine.max_waiting + config.engine.max_num_seqs)
         try:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(message) + b"\n")
-            await process.stdin.drain()
+            with contextlib.suppress(ConnectionError):  # it has died already; `_wait_ready` says so
+                await process.stdin.drain()
             async with asyncio.timeout(START_TIMEOUT_S):
                 await client._wait_ready(on_progress)
         except BaseException:
@@ -146,15 +178,7 @@ class EngineProcess:
         died = asyncio.create_task(self._process.wait())
         try:
             while True:
-                received = asyncio.create_task(self._read())
-                await asyncio.wait({died, received}, return_when=asyncio.FIRST_COMPLETED)
-                if not received.done():
-                    # Its last words may still be on their way.
-                    await asyncio.wait({received}, timeout=1.0)
-                if not received.done():
-                    received.cancel()
-                    raise ConfigError(f"the engine process ended at start with status {self._process.returncode}")
-                match received.result():
+                match await self._read_unless(died):
                     case EngineReady() as ready:
                         self._ready, self._stats = ready, ready.stats
                         return
@@ -164,6 +188,19 @@ class EngineProcess:
                         raise ConfigError(message)
         finally:
             died.cancel()
+
+    async def _read_unless(self, died: "asyncio.Task[int]") -> EngineOutput:
+        """The next message; `ConfigError` when the engine has ended and there is none."""
+        received = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait({died, received}, return_when=asyncio.FIRST_COMPLETED)
+            if not received.done():
+                await asyncio.wait({received}, timeout=LAST_WORDS_S)
+            if not received.done():
+                raise ConfigError(f"the engine process ended at start with status {self._process.returncode}")
+            return received.result()
+        finally:
+            received.cancel()
 
     # ------------------------------------------------------------ EngineClient
 
@@ -193,10 +230,11 @@ class EngineProcess:
         """See `EngineClient.generate`."""
         self._check(request)
         stream = self._streams[request.request_id] = Stream()
+        self._unfinished.add(request.request_id)
         self._idle.clear()
         finished = False
         try:
-            await self._send(request)
+            self._send(request)
             while not finished:
                 output = await stream.get()
                 finished = output.finish_reason is not None
@@ -207,11 +245,11 @@ class EngineProcess:
                 yield output
         finally:
             self._streams.pop(request.request_id, None)
+            self._unfinished.discard(request.request_id)
             if not self._streams:
                 self._idle.set()
             if not finished and self._failure is None:
-                # No await that a cancelled task could lose: the message goes out even while we are torn down.
-                self._send_soon(AbortRequests([request.request_id]))
+                self._send(AbortRequests([request.request_id]))
 
     def _check(self, request: AddRequest) -> None:
         if self._failure is not None:
@@ -220,9 +258,10 @@ class EngineProcess:
             raise EngineDeadError("the server is shutting down")
         if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", request_id=request.request_id)
-        if len(self._streams) >= self._limit:
+        # Not those that only wait for a slow reader: clients that don't read must not keep others out.
+        if len(self._unfinished) >= self._limit:
             raise QueueFullError(
-                f"{len(self._streams)} requests are running or waiting, the limit of this server",
+                f"{len(self._unfinished)} requests are running or waiting, the limit of this server",
                 request_id=request.request_id,
             )
 
@@ -230,73 +269,92 @@ class EngineProcess:
         """See `EngineClient.flush_cache`."""
         if self._failure is not None:
             raise self._failure
-        await self._send(FlushCache())
+        self._send(FlushCache())
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         """See `EngineClient.aclose`."""
         if self._closing:
             return
         self._closing = True
-        if drain_s > 0 and self._failure is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_s):
-                    await self._idle.wait()
-        await self._stop_process()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail(EngineDeadError("the server is shutting down"))
-        self._socket.close(linger=0)
-        if self._folder is not None:
+        try:
+            if drain_s > 0 and self._failure is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(drain_s):
+                        await self._idle.wait()
+            await self._stop_process()
+        finally:  # also when cancelled while waiting: nothing may be left behind
+            if self._process.returncode is None:
+                self._process.kill()
+            for task in self._tasks:
+                task.cancel()
+            self._fail(EngineDeadError("the server is shutting down"))
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._socket.close(linger=0)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _stop_process(self) -> None:
-        if self._process.returncode is None:
-            self._send_soon(Shutdown())
+        if self._process.returncode is None and self._ready is not None:
+            self._send(Shutdown())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self._process.wait()
-        if self._process.returncode is None:
+        if self._process.returncode is None:  # stuck, or still loading, when it listens to nobody
             self._process.kill()
             await self._process.wait()
 
     # ------------------------------------------------------------------- wires
 
-    async def _send(self, message: EngineInput) -> None:
-        await self._socket.send(self._encoder.encode(message))
+    def _send(self, message: EngineInput) -> None:
+        """Send at once. Nothing is awaited, so a task that is cancelled or torn down loses no message.
 
-    def _send_soon(self, message: EngineInput) -> None:
-        # The socket has no high-water mark, so this never blocks.
-        with contextlib.suppress(zmq.ZMQError):
-            zmq.Socket.send(zmq.Socket.shadow(self._socket), self._encoder.encode(message), zmq.NOBLOCK)
+        It has to be the asyncio socket that sends: sending on the plain socket beneath it would swallow the wake-up of
+        a message that arrives meanwhile. Without a high-water mark a send is refused only where nobody is at the other
+        end any more.
+        """
+        sent = self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        if sent.exception() is not None:
+            self._fail(EngineDeadError("the connection to the engine process is lost"))
 
     async def _read(self) -> EngineOutput:
         return self._decoder.decode(await self._socket.recv())
 
     async def _receive(self) -> None:
         """Hand outputs to their readers for as long as the engine lives."""
-        while True:
-            match await self._read():
-                case StepOutputs(outputs, stats):
-                    for output in outputs:
-                        stream = self._streams.get(output.request_id)
-                        if stream is not None:
-                            stream.put(output)
-                    if stats is not None:
-                        self._stats = stats
-                case EngineFailed(message=message):
-                    self._fail(EngineDeadError(f"the engine failed: {message}"))
-                case EngineReady() | EngineProgress():
-                    pass
+        try:
+            while True:
+                self._take(await self._read())
+        except Exception as error:
+            # Nobody waits for this task: whoever waits for an output has to hear of it.
+            log.exception("reading from the engine process failed")
+            self._fail(EngineDeadError(f"what the engine process sent can't be read: {error}"))
+
+    def _take(self, message: EngineOutput) -> None:
+        match message:
+            case StepOutputs(outputs, stats):
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._unfinished.discard(output.request_id)
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None:
+                        stream.put(output)
+                if stats is not None:
+                    self._stats = stats
+            case EngineFailed(message=words):
+                self._fail(EngineDeadError(f"the engine failed: {words}"))
+            case EngineReady() | EngineProgress():
+                pass
 
     async def _watch(self) -> None:
         """Notice the engine's death."""
         status = await self._process.wait()
-        await asyncio.sleep(0)
+        if status == FAILED_STATUS:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), LAST_WORDS_S)
         self._fail(EngineDeadError(f"the engine process ended with status {status}"))
 
     def _fail(self, failure: EngineDeadError) -> None:
         if self._failure is None:
             self._failure = failure
+            self._failed.set()
             for stream in self._streams.values():
                 stream.fail(failure)
