@@ -39,13 +39,14 @@ class Bench:
         ageing: int = 1000,
         kv_policy: KVPolicy | None = None,
         share: bool = True,
+        growth: int = 32,
     ) -> None:
         swa_blocks = swa_blocks if geometry.has_swa else 0
         policy = kv_policy or KVPolicy(track_freed=True)
         self.kv = KVManager(geometry, PoolSizes(SIZE, full_blocks, swa_blocks, max_model_len), policy)
         self.core = EngineCore(
             self.kv,
-            SchedulerPolicy(seqs, chunk, ageing, share),
+            SchedulerPolicy(seqs, chunk, ageing, share, growth),
             fingerprint="fake",
             eos_token_ids=[0],
             vocab_size=VOCAB,
@@ -129,6 +130,7 @@ def prompt_of(rnd: Random, longest: int) -> list[int]:
     prefix_cache=st.booleans(),
     rebuild=st.booleans(),
     share=st.booleans(),
+    growth=st.sampled_from([0, 0, 8, 32]),
 )
 def test_any_load_ends_with_right_tokens(
     geometry: KVGeometry,
@@ -140,6 +142,7 @@ def test_any_load_ends_with_right_tokens(
     prefix_cache: bool,
     rebuild: bool,
     share: bool,
+    growth: int,
 ) -> None:
     """From the smallest legal pools up: all requests end, with the right tokens, and nothing leaks."""
     rnd = Random(seed)
@@ -152,6 +155,7 @@ def test_any_load_ends_with_right_tokens(
         chunk=chunk,
         seqs=seqs,
         share=share,
+        growth=growth,
         kv_policy=KVPolicy(prefix_cache=prefix_cache, rebuild=rebuild, track_freed=True, seed=seed),
     )
     wanted: dict[str, list[int]] = {}
@@ -282,6 +286,30 @@ def test_fewest_uncached_first_and_no_starvation() -> None:
     assert "long" in bench.order
 
 
+def test_arrival_by_another_clock_does_not_put_a_request_last_for_ever() -> None:
+    bench = Bench(seqs=1, full_blocks=200, max_model_len=200)
+    bench.core.add(AddRequest("wall clock", [1] * 8, SamplingParams(max_tokens=1), arrival_ns=1_700_000_000 * 10**9), 0)
+    bench.tokens["wall clock"] = []
+    for index in range(20):
+        bench.add(f"s{index}", [4 + index] * 8, 1)
+        bench.step()
+    assert bench.order[0] == "wall clock"
+    assert bench.core.stats().num_waiting < 20
+
+
+def test_a_full_pool_admits_no_more_than_it_can_let_grow() -> None:
+    """Long answers in a pool that holds a few of them: admitting to the last block would compute half of it twice."""
+    bench = Bench(full_blocks=120, swa_blocks=400, max_model_len=200, seqs=16)
+    rnd = Random(3)
+    ideal = 0
+    for index in range(40):
+        prompt, answer = [rnd.randrange(1, VOCAB) for _ in range(rnd.randint(5, 60))], rnd.randint(40, 120)
+        bench.add(f"r{index}", prompt, answer, ignore_eos=True)
+        ideal += len(prompt) + answer - 1
+    bench.run()
+    assert bench.runner.num_computed < 1.15 * ideal
+
+
 def test_key_is_renewed_when_the_cache_changes() -> None:
     """A waiting request whose prefix gets cached moves ahead of one with fewer, but uncached, tokens."""
     bench = Bench(seqs=1, full_blocks=200, swa_blocks=60, max_model_len=200, ageing=0, share=False)
@@ -315,6 +343,8 @@ def test_prompt_longer_than_the_swa_pool() -> None:
         (AddRequest("x", [-1], SamplingParams()), InvalidRequestError, "between 0 and 49"),
         (AddRequest("x", [1] * 120, SamplingParams()), ContextLengthError, "120 tokens"),
         (AddRequest("x", [1], SamplingParams(top_p=0.0)), InvalidRequestError, "top_p"),
+        (AddRequest("x", [1], SamplingParams(stop_token_ids=(3, VOCAB))), InvalidRequestError, "stop_token_ids"),
+        (AddRequest("x", [1], SamplingParams(logit_bias={-1: 2.0})), InvalidRequestError, "logit_bias"),
         (AddRequest("taken", [1], SamplingParams()), InvalidRequestError, "in use"),
     ],
 )

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cygnet.base.sampling import SamplingParams
+from cygnet.base.errors import InvalidRequestError
+from cygnet.base.sampling import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams
 from cygnet.engine.runtime.sampler import SamplingState, sample, uniform
 
 VOCAB = 40
@@ -126,6 +127,33 @@ def test_bias_and_early_stops() -> None:
     state = SamplingState(SamplingParams(temperature=0.0, min_tokens=2, logit_bias={3: 9.0}), (3,), 1)
     assert sample(logits[None], [state], [1])[0].token_id != 3
     assert sample(logits[None], [state], [2])[0].token_id == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-300])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    """Divided by it, logits would overflow, and the draw be from no distribution at all."""
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 30
+    for settings_ in ({}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
+        params = SamplingParams(temperature=temperature, seed=1, **settings_)
+        params.validate()
+        assert draw(logits, params) == int(logits.argmax())
+
+
+def test_the_smallest_settings_together_still_leave_a_distribution() -> None:
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 1000
+    params = SamplingParams(temperature=MIN_TEMPERATURE, repetition_penalty=MIN_REPETITION_PENALTY, seed=1)
+    params.validate()
+    best = int(logits.argmax())
+    assert draw(logits, params, tokens=(best, best)) == best
+    with pytest.raises(InvalidRequestError, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1e-38).validate()
+
+
+def test_more_logprobs_than_tokens() -> None:
+    state = SamplingState(SamplingParams(temperature=0.0, logprobs=20), (), 1)
+    token = sample(torch.randn(1, 7), [state], [0])[0]
+    assert token.logprobs is not None
+    assert len(token.logprobs.top) == 7
 
 
 def test_logits_are_left_as_they_were() -> None:

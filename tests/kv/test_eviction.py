@@ -42,10 +42,21 @@ def test_sampled_set_is_a_set(steps: list[tuple[bool, int]], count: int) -> None
         assert set(sampled) == plain
         assert len(sampled) == len(plain)
         assert all((i in sampled) == (i in plain) for i in range(10))
+        assert sampled.audit() == []
     sample = sampled.sample(count)
     assert len(set(sample)) == len(sample) <= count
     assert set(sample) <= plain
     assert len(plain) > count or set(sample) == plain
+
+
+def test_a_misplaced_item_is_found() -> None:
+    sampled = SampledSet[str]()
+    for item in "abc":
+        sampled.add(item)
+    sampled._items[0], sampled._items[1] = "b", "a"
+    assert sampled.audit() == ["item 0 is not indexed there", "item 1 is not indexed there"]
+    sampled._items[:] = ["a", "b"]
+    assert sampled.audit() == ["2 items, 3 indexed"]
 
 
 def test_every_member_is_sampled_and_the_seed_decides() -> None:

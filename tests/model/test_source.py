@@ -4,8 +4,8 @@ import hashlib
 import importlib.util
 import json
 import os
-import subprocess
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator

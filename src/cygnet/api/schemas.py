@@ -32,7 +32,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     user: Annotated[Any, Doc(description="Accepted and ignored.")] = None
     top_k: Annotated[int | None, Doc(description="Keep the k likeliest tokens; 0 or -1: all.")] = None
     min_p: Annotated[float | None, Doc(description="Drop tokens less likely than this times the likeliest.")] = None
-    repetition_penalty: Annotated[float | None, Doc(description="Above 0; 1 is off.")] = None
+    repetition_penalty: Annotated[float | None, Doc(description="0.01 to 100; 1 is off.")] = None
     min_tokens: Annotated[int | None, Doc(description="Don't stop before this many tokens.")] = None
     ignore_eos: Annotated[bool | None, Doc(description="Go on after an end-of-sequence token.")] = None
     stop_token_ids: Annotated[list[int] | None, Doc(description="Token ids that end the text.")] = None

@@ -10,13 +10,17 @@ from cygnet.base.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 16
+MIN_TEMPERATURE = 1e-5
+"""Below it sampling is greedy but for ties, and logits divided by it may overflow."""
+MIN_REPETITION_PENALTY = 0.01
+"""Logits divided by a smaller one may overflow, and then there is no distribution to draw from."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling settings of one sequence (`n` > 1 is fanned out into sequences by the API).
 
-    `temperature == 0` is greedy. Stop *strings* are matched where text is made (the API process), stop *ids* in the
-    engine. With a `seed`, token `i` of a sequence depends only on its own logits, the seed and `i`.
+    A `temperature` below `MIN_TEMPERATURE` is greedy. Stop *strings* are matched where text is made (the API process),
+    stop *ids* in the engine. With a `seed`, token `i` of a sequence depends only on its own logits, the seed and `i`.
     """
 
     temperature: float = 1.0
@@ -43,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
@@ -56,7 +60,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("top_p", 0.0 < self.top_p <= 1.0, "greater than 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "greater than 0 and at most 100"),
+            (
+                "repetition_penalty",
+                MIN_REPETITION_PENALTY <= self.repetition_penalty <= 100.0,
+                f"between {MIN_REPETITION_PENALTY} and 100",
+            ),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "biases between -100 and 100"),

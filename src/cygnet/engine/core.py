@@ -1,6 +1,6 @@
 """EngineCore: requests in, step plans out, results in, events out. Pure: no clock, no device, no I/O."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from cygnet.base.errors import ContextLengthError, InvalidRequestError, InvariantError, QueueFullError, RequestError
 from cygnet.base.ids import RequestId
@@ -51,6 +51,16 @@ class EngineCore:
         self._generated_tokens = 0
 
     @property
+    def running(self) -> Mapping[RequestId, Request]:
+        """Requests that hold KV. Between `apply` and `schedule` the runner has a row for each of them and of `gone`."""
+        return self._scheduler.running
+
+    @property
+    def gone(self) -> Sequence[RequestId]:
+        """Requests whose rows the next plan tells the runner to forget."""
+        return self._scheduler.gone
+
+    @property
     def num_requests(self) -> int:
         """Requests waiting or running."""
         return len(self._requests)
@@ -61,7 +71,7 @@ class EngineCore:
         """Queue a request. Raises a `RequestError` if it can't be served, now or ever."""
         request_id = RequestId(message.request_id)
         self._check(message)
-        arrival = message.arrival_ns or now_ns
+        arrival = min(message.arrival_ns or now_ns, now_ns)  # from another clock it could be last in line for ever
         root = root_key(self._fingerprint, message.cache_salt)
         sampling = message.sampling
         request = Request(
@@ -94,6 +104,16 @@ class EngineCore:
         except RequestError as error:
             error.request_id = request_id
             raise
+        for param, ids in (
+            ("stop_token_ids", message.sampling.stop_token_ids),
+            ("logit_bias", message.sampling.logit_bias),
+        ):
+            if any(not 0 <= token < self._vocab_size for token in ids):
+                raise InvalidRequestError(
+                    f"{param}: token ids must be between 0 and {self._vocab_size - 1}",
+                    param=param,
+                    request_id=request_id,
+                )
         if len(tokens) >= self.kv.sizes.max_model_len:
             raise ContextLengthError(
                 f"the prompt has {len(tokens)} tokens; with at least one answer token this server holds "
@@ -212,4 +232,10 @@ class EngineCore:
         known = len(self._scheduler.running) + len(self._scheduler.waiting)
         if known != len(self._requests):
             faults.append(f"{len(self._requests)} requests known, {known} waiting or running")
+        if self._plan is None:
+            faults += [
+                f"{r.request_id} has {r.num_remaining_tokens} tokens to run, and blocks for {len(r.kv.full_blocks)}"
+                for r in self.running.values()
+                if r.num_remaining_tokens < 1 or len(r.kv.full_blocks) * self.kv.block_size < r.num_computed_tokens
+            ]
         return faults

@@ -1,5 +1,6 @@
 """The scheduler: one token budget per step; decodes first, then prefill chunks, then new requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -20,6 +21,9 @@ class SchedulerPolicy:
     max_num_batched_tokens: int = 1024
     ageing_tokens_per_s: int = 1000
     share_in_flight: bool = True
+    growth_tokens: int = 32
+    """Tokens that every running request can still grow by where another one is admitted beside it. Without them a full
+    pool admits what it preempts a few tokens later, and computes much of it twice."""
 
 
 @dataclass(slots=True)
@@ -56,7 +60,8 @@ class Scheduler:
     thus always end up alone, and alone it fits: its length was checked on arrival, its chunk shrinks to what the SWA
     pool leaves, and the pools are never smaller than one window + one block (`plan_pools`).
 
-    Invariants: a request is waiting or running, never both; running requests hold KV, waiting ones hold none.
+    Invariants: a request is waiting or running, never both; running requests hold KV, waiting ones hold none; `_gone`
+    names what has stopped running since the last step; `_by_age`, where it is not `None`, is `running`, oldest first.
     """
 
     def __init__(self, kv: KVManager, policy: SchedulerPolicy) -> None:
@@ -66,6 +71,12 @@ class Scheduler:
         self.running: dict[RequestId, Request] = {}
         self.stats = AdmissionStats()
         self._gone: list[RequestId] = []
+        self._by_age: list[Request] | None = None
+
+    @property
+    def gone(self) -> Sequence[RequestId]:
+        """Rows that the next step tells the runner to forget."""
+        return self._gone
 
     def add(self, request: Request) -> None:
         """Put a request in the queue."""
@@ -74,7 +85,6 @@ class Scheduler:
     def remove(self, request: Request, now_ns: int) -> None:
         """Take a request out, waiting or running; its KV goes to the tree."""
         if request.running:
-            del self.running[request.request_id]
             self._stop(request, now_ns)
         else:
             self.waiting.remove(request.request_id)
@@ -82,12 +92,16 @@ class Scheduler:
     def schedule(self, now_ns: int) -> tuple[list[NewRequest], list[ScheduledRequest], list[RequestId]]:
         """New rows, what to run, and rows to forget. Blocks are allocated for all that is returned."""
         batch = Batch(self._policy.max_num_batched_tokens)
-        by_age = sorted(self.running.values(), key=lambda r: r.priority)
         before = self.stats.preemptions
-        for decode in (True, False):
-            for request in by_age:
-                if request.running and (request.num_remaining_tokens == 1) == decode:
-                    self._grow(request, batch, now_ns)
+        prefills = []
+        for request in self._oldest_first():
+            if len(request.token_ids) - request.kv.num_computed > 1:
+                prefills.append(request)
+            elif request.running:
+                self._grow(request, batch, now_ns)
+        for request in prefills:
+            if request.running:
+                self._grow(request, batch, now_ns)
         admitted = self._admit(batch, now_ns) if self.stats.preemptions == before else []
         new = [self._describe(request) for request in admitted]
         scheduled = [self._dispatch(self.running[rid], count) for rid, count in batch.counts.items()]
@@ -96,30 +110,44 @@ class Scheduler:
 
     # ------------------------------------------------------ running requests
 
+    def _oldest_first(self) -> list[Request]:
+        if self._by_age is None:
+            self._by_age = sorted(self.running.values(), key=lambda r: r.priority)
+        return self._by_age
+
     def _grow(self, request: Request, batch: Batch, now_ns: int) -> None:
         """Give `request` as many of its remaining tokens as budget and pools allow, preempting younger ones for one."""
         if batch.left <= 0:
             return
-        computed = request.num_computed_tokens
-        while (room := self._kv.extent(request.kv) - computed) <= 0:
-            victim = max(self.running.values(), key=lambda r: r.priority)
+        computed = request.kv.num_computed
+        count = min(len(request.token_ids) - computed, batch.left)
+        if not self._kv.allocate(request.kv, computed + count, now_ns):
+            count = min(count, self._make_room(request, batch, now_ns))
+            if count <= 0 or not self._kv.allocate(request.kv, computed + count, now_ns):
+                return
+        batch.put(request.request_id, count)
+
+    def _make_room(self, request: Request, batch: Batch, now_ns: int) -> int:
+        """How many more tokens `request` has room for. As long as that is none, the youngest is preempted; if that is
+        `request` itself, it waits for the others to end."""
+        while (room := self._kv.extent(request.kv) - request.kv.num_computed) <= 0:
+            victim = self._oldest_first()[-1]
             if victim is request:
-                return  # the youngest waits for the others to end
+                return 0
             self._preempt(victim, now_ns)
             batch.drop(victim.request_id)
-        count = min(request.num_remaining_tokens, batch.left, room)
-        if self._kv.allocate(request.kv, computed + count, now_ns):
-            batch.put(request.request_id, count)
+        return room
 
     def _preempt(self, victim: Request, now_ns: int) -> None:
         """Back to the queue. What it computed stays in the tree for as long as there is room."""
-        del self.running[victim.request_id]
         self._stop(victim, now_ns)
         victim.num_preemptions += 1
         self.stats.preemptions += 1
         self.waiting.push(victim, self._plan(victim).num_uncached_tokens)
 
     def _stop(self, request: Request, now_ns: int) -> None:
+        del self.running[request.request_id]
+        self._by_age = None
         request.running = False
         self._kv.free(request.kv, now_ns)
         self._gone.append(request.request_id)
@@ -164,9 +192,11 @@ class Scheduler:
         """
         if not self._policy.share_in_flight or not self._kv.policy.prefix_cache:
             return False
-        limit = (request.num_tokens - 1) // self._kv.block_size
+        limit, keys = (request.num_tokens - 1) // self._kv.block_size, request.kv.keys
         for other in self.running.values():
-            shared = min(limit, common_blocks(request.kv.keys, other.kv.keys))
+            if keys[:1] != other.kv.keys[:1]:
+                continue  # nearly always: another first block, so nothing is shared
+            shared = min(limit, common_blocks(keys, other.kv.keys))
             ahead = shared * self._kv.block_size
             if ahead > max(plan.start, other.num_computed_tokens) and shared > plan.num_full_blocks:
                 self._kv.want_checkpoint(other.kv, shared)
@@ -181,6 +211,7 @@ class Scheduler:
         request.running = True
         request.num_sent_full, request.num_sent_swa = 0, request.kv.live_from
         self.running[request.request_id] = request
+        self._by_age = None
         if request.admitted_ns is None:
             request.admitted_ns = now_ns
             request.num_cached_tokens = min(plan.start, request.num_prompt_tokens)
@@ -195,10 +226,11 @@ class Scheduler:
         start = plan.start // size
         swa = min(blocks - start, 2 if plan.kind == "resume" else window + 2)
         for other in self.running.values():
-            needed = ceil(other.num_tokens / size)
-            full += max(0, needed - len(other.kv.full_blocks))
-            held = len(other.kv.swa_blocks) - other.kv.live_from
-            swa += max(0, min(needed - other.kv.live_from, window + 2) - held)
+            kv = other.kv
+            needed = -(-(len(other.token_ids) + self._policy.growth_tokens) // size)
+            full += max(0, needed - len(kv.full_blocks))
+            # In blocks from `live_from` on: at most a window and two, of which it holds some.
+            swa += max(0, min(needed, kv.live_from + window + 2) - len(kv.swa_blocks))
         return full, swa if self._kv.geometry.has_swa else 0
 
     def _count_hit(self, plan: ReusePlan) -> None:
@@ -222,19 +254,19 @@ class Scheduler:
         )
 
     def _dispatch(self, request: Request, count: int) -> ScheduledRequest:
-        kv = request.kv
-        scheduled = ScheduledRequest(
-            request.request_id,
-            start=kv.num_computed,
-            num_tokens=count,
-            full_offset=request.num_sent_full,
-            new_full_blocks=tuple(kv.full_blocks[request.num_sent_full :]),
-            swa_offset=request.num_sent_swa,
-            new_swa_blocks=tuple(kv.swa_blocks[request.num_sent_swa :]),
-            sample=kv.num_computed + count == request.num_tokens,
-        )
+        kv, start = request.kv, request.kv.num_computed
+        sent_full, sent_swa = request.num_sent_full, request.num_sent_swa
         request.num_sent_full, request.num_sent_swa = len(kv.full_blocks), len(kv.swa_blocks)
-        return scheduled
+        return ScheduledRequest(
+            request.request_id,
+            start,
+            count,
+            sent_full,
+            tuple(kv.full_blocks[sent_full:]) if sent_full < request.num_sent_full else (),
+            sent_swa,
+            tuple(kv.swa_blocks[sent_swa:]) if sent_swa < request.num_sent_swa else (),
+            sample=start + count == len(request.token_ids),
+        )
 
     def audit(self) -> list[str]:
         """All discrepancies between the queue, the running requests and their KV."""
@@ -242,4 +274,6 @@ class Scheduler:
         faults += [f"{rid} waits and runs" for rid in self.running if rid in self.waiting]
         faults += [f"{r.request_id} waits but holds KV" for r in self.waiting if r.kv.full_blocks or r.running]
         faults += [f"{rid} runs but is not marked so" for rid, r in self.running.items() if not r.running]
+        if self._by_age is not None and self._by_age != sorted(self.running.values(), key=lambda r: r.priority):
+            faults.append("the order by age is not that of the running requests")
         return faults

@@ -66,7 +66,7 @@ T = TypeVar("T")
 class SampledSet(Generic[T]):
     """A set with O(1) add, remove and random sampling (seeded, so that runs repeat).
 
-    Invariant: `_index[x]` is the place of `x` in `_items`.
+    Invariant (`audit`): `_index[x]` is the place of `x` in `_items`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -109,3 +109,12 @@ class SampledSet(Generic[T]):
             return list(self._items)
         places = {int(self._random.random() * len(self._items)) for _ in range(count)}
         return [self._items[place] for place in sorted(places)]
+
+    def audit(self) -> list[str]:
+        """All discrepancies between the items and their index."""
+        faults = [
+            f"item {place} is not indexed there" for place, x in enumerate(self._items) if self._index.get(x) != place
+        ]
+        if len(self._index) != len(self._items):
+            faults.append(f"{len(self._items)} items, {len(self._index)} indexed")
+        return faults

@@ -45,6 +45,7 @@ class KVManager:
         self.sizes = sizes
         self.policy = policy or KVPolicy()
         self.block_size = sizes.block_size
+        self._has_swa = geometry.has_swa
         self.full_pool = BlockPool("full", sizes.full_blocks, track_freed=self.policy.track_freed)
         self.swa_pool = BlockPool("swa", sizes.swa_blocks, track_freed=self.policy.track_freed)
         self.tree = PrefixTree(
@@ -168,7 +169,9 @@ class KVManager:
         short. False, and no change, where there is no room."""
         blocks = ceil(num_tokens / self.block_size)
         full = max(0, blocks - len(kv.full_blocks))
-        swa = max(0, blocks - len(kv.swa_blocks)) if self.geometry.has_swa else 0
+        swa = max(0, blocks - len(kv.swa_blocks)) if self._has_swa else 0
+        if full == swa == 0:
+            return True
         if full > self.available_full or swa > self.available_swa:
             return False
         if full > self.full_pool.num_free:
@@ -189,10 +192,13 @@ class KVManager:
 
     def commit(self, kv: RequestKV, token_ids: Sequence[int], num_computed: int, now_ns: int) -> None:
         """The KV of `token_ids[:num_computed]` now exists: publish whole blocks, retain and release windows."""
+        first, upto = kv.num_computed // self.block_size, num_computed // self.block_size
         kv.num_computed = num_computed
+        if first == upto:
+            return  # most decoded tokens: no block was completed, so nothing is to publish and no window moved on
         if self.policy.prefix_cache:
             extend_keys(kv.keys, kv.root, token_ids, self.block_size, num_computed)
-            self._publish(kv, num_computed // self.block_size, now_ns)
+            self._publish(kv, upto, now_ns)
             self._retain(kv)
         self._release_out_of_window(kv)
 

@@ -81,4 +81,5 @@ class TreeAudit:
             ("checkpoints", tree.num_checkpoints, sum(1 for n in nodes if n.checkpoint is not None)),
             ("leaves", len(tree._leaves), sum(1 for n in nodes if n.locks == 0 and not self._children[id(n)])),
         )
-        return [f"tree counts {counted} {what}, has {real}" for what, counted, real in checks if counted != real]
+        faults = [f"tree counts {counted} {what}, has {real}" for what, counted, real in checks if counted != real]
+        return faults + tree._leaves.audit() + tree._checkpoints.audit()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -96,7 +97,9 @@ def _listen() -> tuple[zmq.asyncio.Socket, Path]:
         socket.close()
         shutil.rmtree(folder, ignore_errors=True)
         remedy = "let TMPDIR name a folder with a shorter path, on a local disk"
-        raise ConfigError(f"can't make the engine's socket in {folder}: {error.strerror}; {remedy}") from None
+        raise ConfigError(
+            f"can't make the engine's socket in {folder}: {os.strerror(error.errno or 0)}; {remedy}"
+        ) from None
     return socket, folder
 
 
@@ -285,6 +288,7 @@ class EngineProcess:
         finally:  # also when cancelled while waiting: nothing may be left behind
             if self._process.returncode is None:
                 self._process.kill()
+                await self._process.wait()
             for task in self._tasks:
                 task.cancel()
             self._fail(EngineDeadError("the server is shutting down"))
@@ -312,6 +316,7 @@ class EngineProcess:
         end any more.
         """
         sent = self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)  # done already: nothing is ever queued
         if sent.exception() is not None:
             self._fail(EngineDeadError("the connection to the engine process is lost"))
 

@@ -13,8 +13,9 @@ from cygnet.engine.runtime.model_runner import ModelRunner
 class LocalEngine:
     """EngineCore and ModelRunner with a clock. Not thread-safe: one caller steps it.
 
-    `audit`: `step` re-checks all bookkeeping after every step, `idle` when nothing is left to do, `off` never. A
-    discrepancy is an `InvariantError`.
+    `audit`: `step` re-checks all bookkeeping after every step, `idle` when its holder calls `rest`, `off` never. A
+    discrepancy is an `InvariantError`. A check looks at everything cached, so it must not come between a step and its
+    outputs in production.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class LocalEngine:
         self._runner = runner
         self._audit = audit
         self._clock_ns = clock_ns
+        self._unchecked = False
         self._last_tokens = 0
         self._last_ms = 0.0
 
@@ -55,13 +57,25 @@ class LocalEngine:
         finished = self._clock_ns()
         outputs = self.core.apply(result, finished)
         self._last_tokens, self._last_ms = plan.num_tokens, (finished - started) / 1e6
-        if self._audit == "step" or (self._audit == "idle" and not self.busy):
+        self._unchecked = True
+        if self._audit == "step":
             self.check()
         return outputs
 
+    @property
+    def wants_rest(self) -> bool:
+        """Whether `rest` would do anything."""
+        return self._unchecked and self._audit == "idle"
+
+    def rest(self) -> None:
+        """To be called when nothing is to do for a while: audits what was done since the last time."""
+        if self.wants_rest:
+            self.check()
+
     def check(self) -> None:
         """Audit now; raises `InvariantError` with all discrepancies."""
-        faults = self.core.audit()
+        self._unchecked = False
+        faults = self.core.audit() + self._runner.audit(self.core.running, self.core.gone)
         if faults:
             raise InvariantError("bookkeeping is broken:\n  " + "\n  ".join(faults))
 

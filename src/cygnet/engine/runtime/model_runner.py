@@ -1,6 +1,6 @@
 """Carries out step plans: block tables, forward pass, sampling."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cygnet.base.ids import RequestId
 from cygnet.engine.plan import NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
+from cygnet.engine.request import Request
 from cygnet.engine.runtime.sampler import SamplingState, sample
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
@@ -40,6 +41,21 @@ class Row:
         self.full = _put(self.full, scheduled.full_offset, scheduled.new_full_blocks)
         self.swa = _put(self.swa, scheduled.swa_offset, scheduled.new_swa_blocks)
 
+    def audit(self, request: Request, block_size: int) -> list[str]:
+        """What differs from the core's idea of the request."""
+        kv = request.kv
+        full, live = len(kv.full_blocks), slice(kv.live_from, len(kv.swa_blocks))
+        checks = (
+            ("tokens", self.tokens[: self.num_tokens].tolist() == request.token_ids),
+            ("prompt length", self.num_prompt_tokens == request.num_prompt_tokens),
+            ("cached prefix", self.write_full_from == kv.num_hit_blocks * block_size),
+            ("key floor", self.key_floor == kv.key_floor),
+            ("full block table", self.full[:full].tolist() == kv.full_blocks),
+            ("SWA block table", self.swa[live].tolist() == kv.swa_blocks[live]),
+            ("output counts", self.sampling.counts_agree(request.token_ids)),
+        )
+        return [f"the runner's row of {request.request_id} has another {what}" for what, good in checks if not good]
+
 
 def _put(array: Ints, offset: int, values: Sequence[int]) -> Ints:
     """`array` with `values` at `offset`; grown by doubling when they don't fit."""
@@ -51,13 +67,18 @@ def _put(array: Ints, offset: int, values: Sequence[int]) -> Ints:
 
 
 class ModelRunner:
-    """Runs one model on one device. Invariant: it has a row for exactly the core's running requests."""
+    """Runs one model on one device.
+
+    Invariants (`audit`, between steps): it has a row for exactly the core's running requests and those that the next
+    plan declares gone; a row's tokens and block tables are the request's.
+    """
 
     def __init__(self, model: HybridModel, pool: DevicePool, *, window: int, eos_token_ids: Sequence[int]) -> None:
         self._model = model
         self._pool = pool
         self._window = window
-        self._eos = tuple(eos_token_ids)
+        # A tokenizer may know tokens that the model has no logits for.
+        self._eos = tuple(token for token in eos_token_ids if token < model.description.vocab_size)
         self._rows: dict[RequestId, Row] = {}
 
     @torch.inference_mode()
@@ -86,6 +107,15 @@ class ModelRunner:
         for row, token in zip(rows, tokens, strict=True):
             row.append(token.token_id)
         return {request_id: token for (request_id, _), token in zip(wanted, tokens, strict=True)}
+
+    def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
+        """All discrepancies between the rows and the core's running requests."""
+        expected = running.keys() | set(gone)
+        faults = [f"the runner has a row of {rid}, which does not run" for rid in self._rows.keys() - expected]
+        faults += [f"the runner has no row of {rid}" for rid in expected - self._rows.keys()]
+        for request_id in running.keys() & self._rows.keys():
+            faults += self._rows[request_id].audit(running[request_id], self._pool.block_size)
+        return faults
 
     # ------------------------------------------------------------------- batch
 

@@ -5,6 +5,7 @@ steps as long as there is work and sleeps on the socket when there is none. It e
 its standard input closes, which is how it learns that its parent is gone.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -33,6 +34,8 @@ from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.runtime.setup import load_engine
 
 STATS_INTERVAL_S = 0.2
+QUIET_MS = 2000
+"""How long nothing must have come in before idle time is used for an audit: a new request has to wait for its end."""
 log = logging.getLogger("cygnet.engine")
 
 
@@ -60,15 +63,21 @@ class EngineLoop:
                 return
 
     def _receive(self, *, block: bool) -> list[RequestOutput]:
-        """Take in all messages there are; with `block`, wait for the first (after a last word on the statistics)."""
+        """Take in all messages there are; with `block`, wait for the first."""
         outputs: list[RequestOutput] = []
-        if block and self._stats_dirty:
-            self._send([], force=True)
         if block:
-            self._socket.poll()
+            self._wait()
         while not self._stopping and self._socket.poll(0):
             outputs += self._handle(self._decoder.decode(self._socket.recv()))
         return outputs
+
+    def _wait(self) -> None:
+        """Until a message comes. First a last word on the statistics; and an audit once it is quiet."""
+        if self._stats_dirty:
+            self._send([], force=True)
+        if self._engine.wants_rest and not self._socket.poll(QUIET_MS):
+            self._engine.rest()
+        self._socket.poll()
 
     def _handle(self, message: EngineInput) -> list[RequestOutput]:
         self._stats_dirty = True
@@ -136,6 +145,9 @@ def main() -> int:
             eos_token_ids=start.eos_token_ids,
             report=lambda stage, done, total: send(EngineProgress(stage, done, total)),
         )
+        # What loading has made stays for good. The garbage collector would look at it again and again, between steps.
+        gc.collect()
+        gc.freeze()
         send(ready)
         EngineLoop(engine, socket).run()
         return 0

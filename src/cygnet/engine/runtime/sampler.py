@@ -6,6 +6,7 @@ the same text whatever else is in the batch, and after a preemption, a retry or 
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -51,6 +52,10 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         if self.params.has_penalties:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+    def counts_agree(self, token_ids: Sequence[int]) -> bool:
+        """Whether the counts are those of the output in `token_ids` (for audits)."""
+        return not self.params.has_penalties or self.output_counts == Counter(token_ids[self.num_prompt_tokens :])
 
 
 @torch.inference_mode()
@@ -146,6 +151,6 @@ def _logprobs(row: Tensor, token: int, count: int | None) -> PositionLogprobs | 
     if count is None:
         return None
     total = torch.logsumexp(row, dim=-1)
-    values, ids = torch.topk(row, count) if count else (row[:0], row[:0])
+    values, ids = torch.topk(row, min(count, len(row))) if count else (row[:0], row[:0])
     top = list(zip(ids.long().tolist(), (values - total).tolist(), strict=True))
     return PositionLogprobs(token, float(row[token] - total), top)

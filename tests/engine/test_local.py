@@ -1,0 +1,146 @@
+"""LocalEngine's audits, and the runner's: what is checked when, and that a discrepancy is found."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from random import Random
+
+import pytest
+import torch
+
+from cygnet.base.config import resolve
+from cygnet.base.errors import InvariantError
+from cygnet.base.geometry import GroupGeometry, KVGeometry
+from cygnet.base.ids import RequestId
+from cygnet.base.messages import AddRequest
+from cygnet.base.sampling import SamplingParams
+from cygnet.engine.core import EngineCore
+from cygnet.engine.request import Request
+from cygnet.engine.runtime.local import LocalEngine
+from cygnet.engine.runtime.model_runner import Row
+from cygnet.engine.runtime.setup import assemble
+from cygnet.engine.scheduler import SchedulerPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.sizing import PoolSizes
+from cygnet.model.decoder import HybridModel
+from cygnet.model.loader import build_model
+from model import tiny
+from model.harness import FolderCheckpoint
+from support.fake_runner import VOCAB, FakeRunner
+from support.scenarios import engine_for
+
+GEOMETRY = KVGeometry(GroupGeometry(2, 1, 4, 4, 2), GroupGeometry(3, 1, 4, 4, 2, window=6))
+
+
+class CountingRunner(FakeRunner):
+    audits = 0
+
+    def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
+        self.audits += 1
+        return [] if self._rows.keys() == running.keys() | set(gone) else ["rows"]
+
+
+def local(audit: str) -> tuple[LocalEngine, CountingRunner]:
+    core = EngineCore(
+        KVManager(GEOMETRY, PoolSizes(4, 40, 20, 80)), SchedulerPolicy(), fingerprint="fake", vocab_size=VOCAB
+    )
+    runner = CountingRunner(GEOMETRY, 4)
+    return LocalEngine(core, runner, audit=audit), runner  # type: ignore[arg-type]
+
+
+def test_an_idle_audit_never_holds_up_an_output() -> None:
+    engine, runner = local("idle")
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert runner.audits == 0
+    assert engine.wants_rest
+    engine.rest()
+    engine.rest()
+    assert runner.audits == 1
+    assert not engine.wants_rest
+
+
+@pytest.mark.parametrize(("audit", "expected"), [("step", 3), ("off", 0)])
+def test_audits_at_every_step_or_never(audit: str, expected: int) -> None:
+    engine, runner = local(audit)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.rest()
+    assert runner.audits == expected
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> HybridModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.mimo().save_pretrained(folder)
+    return build_model(FolderCheckpoint(folder), dtype=torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def engine(model: HybridModel) -> LocalEngine:
+    return engine_for(model, "kv.block_size=4", "kv.memory=4MiB")
+
+
+def test_an_eos_beyond_the_models_vocabulary_can_be_held_back(model: HybridModel) -> None:
+    """Tokenizers have tokens that models have no logits for; `min_tokens` bans all that end a sequence."""
+    config = resolve(sets=["kv.memory=4MiB", "engine.audit=step"]).config
+    engine = assemble(config, model, name="test", eos_token_ids=[3, tiny.VOCAB + 5])
+    (tokens,) = engine.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=4, min_tokens=3))
+    assert len(tokens) >= 3
+
+
+def change_token(row: Row) -> None:
+    row.tokens[3] += 1
+
+
+def change_full(row: Row) -> None:
+    row.full[1] += 1
+
+
+def change_swa(row: Row) -> None:
+    row.swa[row.num_tokens // 4] += 1
+
+
+def change_floor(row: Row) -> None:
+    row.key_floor += 1
+
+
+def change_counts(row: Row) -> None:
+    row.sampling.append(7)
+
+
+CHANGES = [
+    (change_token, "another tokens"),
+    (change_full, "another full block table"),
+    (change_swa, "another SWA block table"),
+    (change_floor, "another key floor"),
+    (change_counts, "another output counts"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+def test_a_row_that_differs_is_found(engine: LocalEngine, change: Callable[[Row], None], words: str) -> None:
+    name = RequestId(change.__name__)
+    prompt = [Random(name).randrange(tiny.VOCAB) for _ in range(50)]
+    engine.add(AddRequest(name, prompt, SamplingParams(max_tokens=40, ignore_eos=True, frequency_penalty=0.1)))
+    for _ in range(5):
+        engine.step()
+    engine.check()
+    change(engine._runner._rows[name])
+    with pytest.raises(InvariantError, match=words):
+        engine.check()
+    engine.abort([name])
+
+
+def test_a_row_too_many_and_one_too_few_are_found(engine: LocalEngine) -> None:
+    engine.add(AddRequest("row", [1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True)))
+    engine.step()
+    rows = engine._runner._rows
+    rows[RequestId("other")] = rows.pop(RequestId("row"))
+    with pytest.raises(InvariantError, match=r"(?s)row of other, which does not run.*no row of row"):
+        engine.check()
+    engine.abort(["row"])
