@@ -241,11 +241,14 @@ async def test_queue_full() -> None:
 
 @in_loop
 async def test_one_refused_answer_cancels_its_siblings() -> None:
-    engine = fake_engine(endless, max_running=1, max_waiting=1, manual=True)
+    engine = fake_engine(endless, max_running=1, max_waiting=2, manual=True)
     async with serving(engine) as s:
+        other = asyncio.create_task(s.complete())
+        await engine.wait_added(1)
         assert_error(await s.complete(n=3), 429)
+        other.cancel()
         await engine.wait_idle()
-        assert len(engine.aborted) == 2
+        assert len(engine.aborted) == 3
 
 
 @in_loop
@@ -315,3 +318,12 @@ async def test_a_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) 
         message = assert_error(await s.complete(), 500, None, "internal")
         assert "secret" not in message
         assert any(record.exc_info and record.name == "cygnet.api" for record in caplog.records)
+
+
+@in_loop
+async def test_more_answers_than_the_server_ever_takes() -> None:
+    """Not a 429, which would be tried again for ever."""
+    async with serving(fake_engine(endless, max_running=2, max_waiting=3)) as s:
+        message = assert_error(await s.complete(prompt=[5] * 3, n=6, max_tokens=1), 400, "n")
+        assert "at most 5" in message
+        assert_error(await s.complete(prompt=[[5], [6], [7]], n=2, max_tokens=1), 400, "prompt")

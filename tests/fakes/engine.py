@@ -85,6 +85,7 @@ class FakeEngine:
         self._ready = EngineReady(
             max_model_len=max_model_len,
             vocab_size=vocab_size,
+            max_requests=max_running + max_waiting,
             block_size=BLOCK,
             geometry=KVGeometry(GroupGeometry(2, 1, 8, 8, 2), GroupGeometry(4, 1, 8, 8, 2, window=8)),
             stats=self._stats,

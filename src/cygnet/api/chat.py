@@ -38,7 +38,7 @@ async def prepare_chat(service: Service, body: bytes) -> Prepared:
     request, ignored = await service.pool.parse(body, lambda: parse(body, ChatRequest))
     check_model(request.model, service.card.id)
     stream = check_stream(request)
-    n = answers(request)
+    n = answers(request, service.limits)
     asked, max_tokens_field = _max_tokens(request)
     logprobs = _logprobs(request)
     if asked is not None and asked < 1:

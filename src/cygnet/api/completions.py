@@ -37,7 +37,7 @@ async def prepare_completion(service: Service, body: bytes) -> Prepared:
     check_model(request.model, service.card.id)
     stream = check_stream(request)
     prompts = split_prompts(request.prompt)
-    n = answers(request, len(prompts))
+    n = answers(request, service.limits, len(prompts))
     _check_logprobs(request)
     sampling = sampling_params(request, service.limits, max_tokens=request.max_tokens, logprobs=request.logprobs)
     options = text_options(request, logprobs=request.logprobs is not None, continues_text=True)

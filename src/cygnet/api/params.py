@@ -21,6 +21,8 @@ class Limits:
 
     max_model_len: int
     vocab_size: int
+    max_sequences: int
+    """Most sequences that one request may ask for."""
 
 
 def check_model(name: str | None, served: str) -> None:
@@ -29,14 +31,15 @@ def check_model(name: str | None, served: str) -> None:
         raise ModelNotFoundError(f"no model named {name!r} here; this server has {served!r}", param="model")
 
 
-def answers(request: GenerationRequest, num_prompts: int = 1) -> int:
+def answers(request: GenerationRequest, limits: Limits, num_prompts: int = 1) -> int:
     """`n`, within bounds."""
     n = 1 if request.n is None else request.n
     if not 1 <= n <= MAX_N:
         raise InvalidRequestError(f"n must be between 1 and {MAX_N}, got {n}", param="n")
-    if n * num_prompts > MAX_SEQUENCES:
+    if n * num_prompts > limits.max_sequences:
         message = (
-            f"{num_prompts} prompts with n = {n} make {n * num_prompts} answers; at most {MAX_SEQUENCES} are possible"
+            f"{num_prompts} prompts with n = {n} make {n * num_prompts} answers; "
+            f"this server takes at most {limits.max_sequences}"
         )
         raise InvalidRequestError(message, param="prompt" if num_prompts > n else "n")
     return n

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from cygnet.api.card import ModelCard
 from cygnet.api.generation import Generator
 from cygnet.api.lifecycle import Lifecycle
-from cygnet.api.params import Limits
+from cygnet.api.params import MAX_SEQUENCES, Limits
 from cygnet.api.tokenization import Tokenizer, TokenizerPool
 from cygnet.base.config import ApiSettings
 from cygnet.base.engine_client import EngineClient
@@ -32,7 +32,7 @@ class Service:
         self.generator = Generator(self.engine, self.tokenizer, self.recorder)
         self.started = time.monotonic()
         ready = self.engine.ready
-        self.limits = Limits(ready.max_model_len, ready.vocab_size)
+        self.limits = Limits(ready.max_model_len, ready.vocab_size, min(MAX_SEQUENCES, ready.max_requests))
 
     @property
     def healthy(self) -> bool:

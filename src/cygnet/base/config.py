@@ -87,6 +87,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["off", "idle", "step"], Meta(description="when to re-check the bookkeeping from scratch")
     ] = "idle"
 
+    @property
+    def max_requests(self) -> int:
+        """Most requests running and waiting at once."""
+        return self.max_num_seqs + self.max_waiting
+
 
 class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP server."""

@@ -130,6 +130,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_
 
     max_model_len: int
     vocab_size: int
+    max_requests: int
+    """Most requests running and waiting at once; more are refused."""
     block_size: int
     geometry: KVGeometry
     stats: EngineStats

@@ -40,7 +40,7 @@ class EngineCore:
         self._fingerprint = fingerprint
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._requests: dict[RequestId, Request] = {}
         self._plan: StepPlan | None = None
         self.num_added = 0
@@ -121,8 +121,8 @@ class EngineCore:
                 param="prompt",
                 request_id=request_id,
             )
-        if len(self._requests) >= self._max_requests:
-            raise QueueFullError(f"{self._max_requests} requests are running or waiting", request_id=request_id)
+        if len(self._requests) >= self.max_requests:
+            raise QueueFullError(f"{self.max_requests} requests are running or waiting", request_id=request_id)
 
     def abort(self, request_ids: Iterable[str], now_ns: int) -> list[RequestOutput]:
         """End requests; their blocks are free (or cached) at once. Ids not known are ignored."""

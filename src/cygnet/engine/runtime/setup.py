@@ -107,7 +107,7 @@ def assemble(
         fingerprint=f"{name}/{description.family}/{model.dtype}/{sizes.block_size}",
         eos_token_ids=eos_token_ids,
         vocab_size=description.vocab_size,
-        max_requests=config.engine.max_waiting + config.engine.max_num_seqs,
+        max_requests=config.engine.max_requests,
     )
     pool = DevicePool(geometry, sizes, dtype=model.dtype, device=model.device, poison=config.kv.poison)
     runner = ModelRunner(model, pool, window=geometry.window, eos_token_ids=eos_token_ids)
@@ -159,6 +159,7 @@ def describe(engine: LocalEngine, model: HybridModel, name: str) -> EngineReady:
     return EngineReady(
         max_model_len=sizes.max_model_len,
         vocab_size=model.description.vocab_size,
+        max_requests=engine.core.max_requests,
         block_size=sizes.block_size,
         geometry=kv.geometry,
         stats=stats,
