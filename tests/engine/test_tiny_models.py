@@ -48,7 +48,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["mimo", "gemma3", "llama"])
+@pytest.fixture(scope="module", params=["mimo", "gemma3", "gpt_oss", "llama"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 

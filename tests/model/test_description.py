@@ -169,12 +169,13 @@ def test_layers_of_a_group_must_agree() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt9"}, "'gpt9' is not supported; supported: gemma3, gemma3_text, llama, mimo_v2"),
+        ({"model_type": "gpt9"}, "'gpt9' is not supported; supported: gemma3, gemma3_text, gpt_oss, llama, mimo_v2"),
         ({"model_type": None}, "None is not supported"),
         ({"hidden_size": None}, "lacks the field 'hidden_size'"),
         ({"num_hidden_layers": "18"}, "num_hidden_layers = '18' should be of type int"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 18 layers"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lacks the field 'original_max_position_embeddings'"),
         ({"use_bidirectional_attention": True}, "an encoder"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ({"num_attention_heads": 5, "num_key_value_heads": 2}, "5 query heads can't share 2 KV heads"),

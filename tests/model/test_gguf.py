@@ -340,7 +340,7 @@ def test_llama_with_rope_factors_leaves_their_tensor_out(tmp_path: Path) -> None
 
 def test_unsupported_architecture_lists_what_is_supported(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", "mamba", {}, {"t": values(4)})
-    with pytest.raises(ModelLoadError, match=r"x\.gguf.*'mamba'.*gemma3, llama.*Hugging Face folder"):
+    with pytest.raises(ModelLoadError, match=r"x\.gguf.*'mamba'.*gemma3, gpt-oss, llama.*Hugging Face folder"):
         GgufCheckpoint(path)
 
 

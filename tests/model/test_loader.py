@@ -111,7 +111,7 @@ def test_multimodal_gemma_loads_its_text_model(tiny_model: TinyModel, prefix: st
     assert torch.equal(built.embedding, model.build().embedding)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mimo", "llama"])
+@pytest.mark.parametrize("family", ["gemma3", "mimo", "gpt_oss", "llama"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_weight_is_in_memory_once(
     tiny_model: TinyModel, family: str, packing: bool, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,7 @@ def difference(pair: tuple[Tensor, Tensor]) -> float:
     return float((pair[0] - pair[1]).abs().max())
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mimo"])
+@pytest.mark.parametrize("family", ["gemma3", "mimo", "gpt_oss"])
 @pytest.mark.parametrize("chunk", [1000, 13, 4])
 def test_replay_is_exact_in_fp64(tiny_model: Callable[[str], Tiny], family: str, chunk: int) -> None:
     model = tiny_model(family)
@@ -44,7 +44,7 @@ def test_replay_is_exact_in_fp64(tiny_model: Callable[[str], Tiny], family: str,
     assert difference(run_after_replay(model, torch.float64, geometry.rebuild_tokens, chunk)) < 1e-10
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mimo"])
+@pytest.mark.parametrize("family", ["gemma3", "mimo", "gpt_oss"])
 def test_one_window_less_is_not(tiny_model: Callable[[str], Tiny], family: str) -> None:
     model = tiny_model(family)
     geometry = model.build().description.kv_geometry(8)
@@ -52,7 +52,7 @@ def test_one_window_less_is_not(tiny_model: Callable[[str], Tiny], family: str) 
     assert difference(run_after_replay(model, torch.float64, short, 1000)) > 1e-8
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mimo"])
+@pytest.mark.parametrize("family", ["gemma3", "mimo", "gpt_oss"])
 def test_replay_is_as_good_as_a_cold_run_in_fp32(tiny_model: Callable[[str], Tiny], family: str) -> None:
     model = tiny_model(family)
     replayed = model.build().description.kv_geometry(4).rebuild_tokens

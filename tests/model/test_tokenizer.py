@@ -277,11 +277,19 @@ def test_smollm2_facts() -> None:
         ("smollm", ["1", "2", "3", "4", "5", " x", "  ", " y", "'ll"]),
         ("llama-bpe", ["123", "45", " x", "  ", " y", "'ll"]),
         ("qwen2", ["1", "2", "3", "4", "5", " x", "  ", " y", "'ll"]),
+        ("gpt-4o", ["123", "45", " x", "  ", " y'll"]),
     ],
 )
 def test_words_of_each_pre_tokenizer(pre: str, words: list[str]) -> None:
     cut = BYTE_LEVEL_SPLITS.get(pre)().pre_tokenize_str("12345 x   y'll")
     assert [piece.replace("Ġ", " ") for piece, _ in cut] == words
+
+
+def test_words_of_gpt_4o_begin_at_capitals() -> None:
+    text = "camelCase HTTPServer's été ÉTÉ a/b\n//\n\n x"
+    words = ["camel", "Case", " HTTPServer's", " été", " ÉTÉ", " a", "/b", "\n", "//\n\n", " x"]
+    cut = BYTE_LEVEL_SPLITS.get("gpt-4o")().pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in cut] == words
 
 
 def small_byte_level(path: Path, **more: Any) -> Path:
@@ -290,11 +298,20 @@ def small_byte_level(path: Path, **more: Any) -> Path:
     return write_vocabulary(path, "gpt2", tokens, [CONTROL, *[NORMAL] * 259], **(settings | more))
 
 
-def test_whole_words_of_llama3_go_before_merges(tmp_path: Path) -> None:
-    for pre, whole in (("llama-bpe", True), ("gpt-2", False)):
+def test_whole_words_go_before_merges_where_the_vocabulary_wants_it(tmp_path: Path) -> None:
+    for pre, whole in (("llama-bpe", True), ("gpt-4o", True), ("gpt-2", False)):
         mine = load_gguf_tokenizer(small_byte_level(tmp_path / f"{pre}.gguf", pre=pre))
         ids = mine.encode("abc")
         assert [mine.token_text(i) for i in ids] == (["abc"] if whole else ["ab", "c"])
+
+
+def test_end_of_a_harmony_message_is_no_end_of_the_answer(tmp_path: Path) -> None:
+    tokens = ["<|end|>", "<|return|>", "<|call|>", "<|channel|>", "a", "aa"]
+    types = [CONTROL] * 4 + [NORMAL] * 2
+    mine = load_gguf_tokenizer(
+        write_vocabulary(tmp_path / "h.gguf", "gpt2", tokens, types, pre="gpt-4o", merges=["a a"], eos_token_id=1)
+    )
+    assert mine.eos_token_ids == {1, 2}
 
 
 def test_unsupported_kinds_are_named(tmp_path: Path) -> None:

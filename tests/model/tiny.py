@@ -6,6 +6,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiMoV2FlashConfig,
@@ -64,6 +66,34 @@ def mimo() -> PreTrainedModel:
     return randomise(MiMoV2FlashForCausalLM(config))
 
 
+def gpt_oss() -> PreTrainedModel:
+    """6 layers, every other one full; window of 11 earlier keys; sinks in all layers; YaRN; biases; 5 experts."""
+    config = GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=12,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        swiglu_limit=1.5,
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150.0,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    )
+    return randomise(GptOssForCausalLM(config))
+
+
 def llama(**overrides: object) -> PreTrainedModel:
     """3 full layers with llama3 rope scaling and biases."""
     settings: dict[str, object] = {
@@ -99,7 +129,7 @@ class Tiny:
         return build_model(self.checkpoint, dtype=dtype, attention_backend=backend)
 
 
-FAMILIES = {"gemma3": gemma3, "mimo": mimo, "llama": llama}
+FAMILIES = {"gemma3": gemma3, "mimo": mimo, "gpt_oss": gpt_oss, "llama": llama}
 
 
 @torch.no_grad()

@@ -7,6 +7,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+StoredTensor = tuple[str, "Tensor", int]
+"""A Hugging Face name, the tensor on the CPU, and its bytes as stored."""
+
+
 class Checkpoint(Protocol):
     """A model's config and weights, both in Hugging Face's names and conventions.
 
@@ -22,5 +26,5 @@ class Checkpoint(Protocol):
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored, for progress."""
 
-    def tensors(self) -> Iterator[tuple[str, "Tensor", int]]:
-        """Yield (Hugging Face name, tensor on the CPU, bytes as stored), each tensor once; bf16 or fp32."""
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Yield each tensor once; bf16 or fp32, but for the packed parts of a quantisation that the family unpacks."""

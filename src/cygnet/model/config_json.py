@@ -1,5 +1,6 @@
 """Typed reading of a `config.json`: a missing or ill-typed field is a `ModelLoadError` that names it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -83,4 +84,29 @@ def rope_spec(parameters: ConfigFields, *, theta: float, rotary_dim: int) -> Rop
             parameters.get("original_max_position_embeddings", int),
         )
         return RopeSpec(theta, rotary_dim, scaling)
-    raise ModelLoadError(f"{parameters.where}: rope type {kind!r} is not supported (default, linear, llama3)")
+    if kind == "yarn":
+        return RopeSpec(theta, rotary_dim, _yarn(parameters))
+    raise ModelLoadError(f"{parameters.where}: rope type {kind!r} is not supported (default, linear, llama3, yarn)")
+
+
+def _yarn(parameters: ConfigFields) -> RopeScaling:
+    factor = parameters.get("factor", float)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_len=parameters.get("original_max_position_embeddings", int),
+        beta_fast=parameters.get("beta_fast", float, 32.0),
+        beta_slow=parameters.get("beta_slow", float, 1.0),
+        truncate=parameters.get("truncate", bool, True),
+        amplitude=parameters.get("attention_factor", float, _yarn_amplitude(parameters, factor)),
+    )
+
+
+def _yarn_amplitude(parameters: ConfigFields, factor: float) -> float:
+    """The amplitude that a config implies if it does not say."""
+
+    def grown(weight: float) -> float:
+        return 1.0 + 0.1 * weight * math.log(factor) if factor > 1 else 1.0
+
+    weight, all_dims = (parameters.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
+    return grown(weight) / grown(all_dims) if weight and all_dims else grown(1.0)

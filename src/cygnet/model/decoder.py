@@ -203,7 +203,10 @@ class HybridModel(nn.Module):
         return F.linear(hidden, self.embedding)
 
     def _ropes(self, positions: Tensor) -> Mapping[RopeSpec, tuple[Tensor, Tensor]]:
-        return {spec: cos_sin(freqs, positions, self.dtype) for spec, freqs in self._frequencies.items()}
+        return {
+            spec: cos_sin(frequencies, positions, self.dtype, amplitude=spec.amplitude)
+            for spec, frequencies in self._frequencies.items()
+        }
 
     def _plans(self, batch: ForwardBatch) -> Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]:
         """Per group in use, its part of the batch and the backend's plan for all of its layers."""

@@ -20,9 +20,18 @@ class RopeScaling:
     kind: str
     factor: float
     low_freq_factor: float = 1.0
-    """`llama3` only, as are the next two."""
+    """`llama3` only, as is the next."""
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+    """Context length before the stretching; `llama3` and `yarn`."""
+    beta_fast: float = 32.0
+    """`yarn` only, as are the next two: turns within the original length from which on a frequency is kept."""
+    beta_slow: float = 1.0
+    """Turns up to which a frequency is stretched by the whole factor."""
+    truncate: bool = True
+    """Whether the blend between the two begins and ends at whole dimensions."""
+    amplitude: float = 1.0
+    """Factor on the cosines and sines of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,11 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosines and sines."""
+        return 1.0 if self.scaling is None else self.scaling.amplitude
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of gated MLPs; each token goes to `top_k` of `num_experts`.
+    """Mixture of gated MLPs, down(activation(gate(x)) * (up(x) + up_offset)); a token goes to `top_k` of `num_experts`.
 
     Experts are selected by score plus a learned bias (`selection_bias`), and weighted by the score alone.
     """
@@ -101,12 +115,20 @@ class MoeSpec:
     scoring: Literal["sigmoid", "softmax"]
     selection_bias: bool = False
     norm_topk_prob: bool = True
-    """Divide the selected weights by their sum."""
+    """Divide the selected weights by their sum. Softmax scores so become a softmax over the selected logits."""
     routed_scaling: float = 1.0
+    router_bias: bool = False
+    """A learned bias in the router's logits: unlike `selection_bias`, it moves the weights too."""
+    bias: bool = False
+    """Biases in the experts' three projections."""
+    limit: float | None = None
+    """`l`: gate(x) is cut to at most l and up(x) to between -l and l, both before anything else is done to them."""
+    up_offset: float = 0.0
 
     def num_parameters(self, hidden_size: int) -> int:
         expert = 3 * hidden_size * self.intermediate_size
-        return self.num_experts * (expert + hidden_size + self.selection_bias)
+        expert += (2 * self.intermediate_size + hidden_size) * self.bias
+        return self.num_experts * (expert + hidden_size + self.selection_bias + self.router_bias)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ the Hugging Face name and the function that undoes the difference:
 * `llama`: rows of q_proj and k_proj are permuted, so that a rotary pair (i, i + d/2) lies in adjacent rows
   (2i, 2i + 1).
 * `gemma3`: norm weights are stored with the 1 added that Gemma's norm adds at run time.
+* `gpt-oss`: gate and up rows of the experts, which alternate in the checkpoint, are two tensors. They are given out
+  under the names that experts stored one by one have.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +32,8 @@ Undo = Callable[["Tensor", Config], "Tensor"]
 class GgufArch:
     """One architecture. `tensors` maps GGUF names to (Hugging Face name, function that undoes the convention or None).
 
-    `{i}` in a name stands for the layer's number. `ignored` lists tensors that the config already accounts for.
+    `{i}` in a name stands for the layer's number, `{e}` for an expert's: such a tensor holds expert after expert, and
+    each is given out as a tensor of its own. `ignored` lists tensors that the config already accounts for.
     """
 
     config: Callable[[GgufFile], Config]
@@ -242,5 +245,73 @@ GGUF_ARCHS.register("llama")(
             "blk.{i}.ffn_norm.weight": ("model.layers.{i}.post_attention_layernorm.weight", None),
         },
         ignored=frozenset({"rope_freqs.weight"}),
+    )
+)
+
+
+# -- gpt-oss ---------------------------------------------------------------------------------------------------------
+
+GPT_OSS_PATTERN = 2
+"""Every second layer attends to everything. Implied by the architecture, as are blends of the rotary frequencies that
+are not rounded to whole dimensions."""
+
+
+def _gpt_oss_config(file: GgufFile) -> Config:
+    config = _common_config(file, "gpt-oss")
+
+    def need(key: str) -> Any:
+        return file.require(f"gpt-oss.{key}")
+
+    scaling = file.get("gpt-oss.rope.scaling.type")
+    if scaling != "yarn":
+        raise ModelLoadError(f"GGUF file {file.path}: rope scaling {scaling!r} is not supported for gpt-oss (yarn is)")
+    return config | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "intermediate_size": file.get("gpt-oss.expert_feed_forward_length", config["intermediate_size"]),
+        "num_local_experts": need("expert_count"),
+        "num_experts_per_tok": need("expert_used_count"),
+        "sliding_window": need("attention.sliding_window"),
+        "layer_types": [
+            "full_attention" if (i + 1) % GPT_OSS_PATTERN == 0 else "sliding_attention"
+            for i in range(config["num_hidden_layers"])
+        ],
+        "rope_theta": shortest(need("rope.freq_base")),
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": shortest(need("rope.scaling.factor")),
+            "original_max_position_embeddings": need("rope.scaling.original_context_length"),
+            "truncate": False,
+        },
+    }
+
+
+def _both(gguf: str, hugging_face: str) -> dict[str, tuple[str, Undo | None]]:
+    """A layer's weight and bias."""
+    return {
+        f"blk.{{i}}.{gguf}.{kind}": (f"model.layers.{{i}}.{hugging_face}.{kind}", None) for kind in ("weight", "bias")
+    }
+
+
+GGUF_ARCHS.register("gpt-oss")(
+    GgufArch(
+        _gpt_oss_config,
+        {
+            "token_embd.weight": ("model.embed_tokens.weight", None),
+            "output.weight": ("lm_head.weight", None),
+            "output_norm.weight": ("model.norm.weight", None),
+            "blk.{i}.attn_norm.weight": ("model.layers.{i}.input_layernorm.weight", None),
+            "blk.{i}.post_attention_norm.weight": ("model.layers.{i}.post_attention_layernorm.weight", None),
+            "blk.{i}.attn_sinks.weight": ("model.layers.{i}.self_attn.sinks", None),
+            **_both("attn_q", "self_attn.q_proj"),
+            **_both("attn_k", "self_attn.k_proj"),
+            **_both("attn_v", "self_attn.v_proj"),
+            **_both("attn_output", "self_attn.o_proj"),
+            **_both("ffn_gate_inp", "mlp.router"),
+            **_both("ffn_gate_exps", "mlp.experts.{e}.gate_proj"),
+            **_both("ffn_up_exps", "mlp.experts.{e}.up_proj"),
+            **_both("ffn_down_exps", "mlp.experts.{e}.down_proj"),
+        },
     )
 )

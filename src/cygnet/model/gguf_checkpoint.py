@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from cygnet.base.errors import ModelLoadError
+from cygnet.model.checkpoint import StoredTensor
 from cygnet.model.gguf_arch import Undo, gguf_arch
 from cygnet.model.gguf_file import GgufFile, GgufTensor
 
@@ -23,6 +24,7 @@ _JOINED_BYTES = 16 << 10
 _ROWS = 256
 """Chunks are whole multiples of so many rows, so that rows can be joined by powers of two."""
 
+_EXPERT = "{e}"
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -56,15 +58,17 @@ class GgufCheckpoint:
         """Bytes of all tensors as stored (quantised)."""
         return sum(tensor.num_bytes for tensor in self._stored())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+    def tensors(self) -> Iterator[StoredTensor]:
         """Yield (Hugging Face name, tensor of the chosen dtype, bytes as stored), in the file's order."""
-        for tensor in self._stored():
-            name, undo = self._names[tensor.name]
-            if undo is None:
-                yield name, load_tensor(self._file, tensor, self._dtype), tensor.num_bytes
-            else:  # undo in fp32: bf16 can't hold a small norm weight plus one
-                weight = undo(load_tensor(self._file, tensor, torch.float32), self._config)
-                yield name, weight.to(self._dtype).contiguous(), tensor.num_bytes
+        for stored in self._stored():
+            name, undo = self._names[stored.name]
+            for index, tensor in enumerate(stored.split() if _EXPERT in name else [stored]):
+                target = name.replace(_EXPERT, str(index))
+                if undo is None:
+                    yield target, load_tensor(self._file, tensor, self._dtype), tensor.num_bytes
+                else:  # undo in fp32: bf16 can't hold a small norm weight plus one
+                    weight = undo(load_tensor(self._file, tensor, torch.float32), self._config)
+                    yield target, weight.to(self._dtype).contiguous(), tensor.num_bytes
 
     def _stored(self) -> Iterator[GgufTensor]:
         return (tensor for tensor in self._file.tensors.values() if tensor.name not in self._arch.ignored)

@@ -45,6 +45,12 @@ class GgufTensor:
     offset: int
     num_bytes: int
 
+    def split(self) -> Iterator["GgufTensor"]:
+        """The tensors that this one, of two dimensions or more, holds one after the other; they keep its name."""
+        count, shape = self.shape[0], self.shape[1:]
+        size = self.num_bytes // count
+        return (GgufTensor(self.name, shape, self.type, self.offset + i * size, size) for i in range(count))
+
 
 class GgufFile:
     """Metadata and tensors of one GGUF file, checked to lie within the file.

@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cygnet.base.errors import ModelLoadError
+from cygnet.model.checkpoint import StoredTensor
+from cygnet.model.registry import readable_quantisations
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -35,7 +37,8 @@ class HfCheckpoint:
     """A `Checkpoint` over the folder `path`. `config` is config.json as it stands, a nested `text_config` included.
 
     Floating-point tensors come out as `dtype`, or as stored if that is `None` (fp16 then becomes fp32, which holds it
-    exactly). Raises `ModelLoadError`, naming the file, for missing or truncated files and for quantised weights.
+    exactly). Raises `ModelLoadError`, naming the file, for missing or truncated files, and for quantised weights other
+    than the model's family unpacks, whose packed tensors come out as stored.
     """
 
     def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -58,7 +61,7 @@ class HfCheckpoint:
         """Bytes of all tensors as stored."""
         return self._num_bytes
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+    def tensors(self) -> Iterator[StoredTensor]:
         """Yield (name, tensor, bytes as stored), shard by shard. A tensor that needs no conversion is a view of the
         mapped file: copy it, don't write to it."""
         for shard, names in self._shards.items():
@@ -113,6 +116,8 @@ def _refuse_quantisation(config: dict[str, Any], path: Path) -> None:
         quantisation = part.get("quantization_config") or part.get("compression_config")
         if quantisation:
             method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+            if method in readable_quantisations(config):
+                continue
             raise ModelLoadError(
                 f"{path} describes weights quantised with {method or 'an unnamed method'}, which can't be loaded; "
                 "use the model's bf16 or fp32 checkpoint"

@@ -96,6 +96,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -107,9 +108,13 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
         raise ModelLoadError(f"activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}") from None
 
 
-def gated(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-    """act(gate) * up for `x` [..., 2 * size] = [gate | up]."""
+def gated(x: Tensor, act: Callable[[Tensor], Tensor], *, limit: float | None = None, up_offset: float = 0.0) -> Tensor:
+    """act(gate) * (up + up_offset) for `x` [..., 2 * size] = [gate | up]; see `MoeSpec` for `limit`."""
     gate, up = x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if up_offset:
+        up = up + up_offset
     return act(gate).mul_(up)
 
 

@@ -52,7 +52,7 @@ def _fill(model: HybridModel, family: Family, checkpoint: Checkpoint, progress: 
     missing = dict.fromkeys(slots)
     unknown: list[str] = []
     done = 0
-    for tensor_name, tensor, num_bytes in checkpoint.tensors():
+    for tensor_name, tensor, num_bytes in family.unpack(checkpoint.tensors()):
         name = family.parameter_name(tensor_name)
         if name == "lm_head.weight" and model.description.tied_embeddings:
             name = Ignored("the embedding serves as head")

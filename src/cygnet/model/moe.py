@@ -19,13 +19,19 @@ class MoeLayer(nn.Module):
         self.spec = spec
         self.act = activation(spec.activation)
         wide, size = wide_dtype(dtype), spec.intermediate_size
-        self.router = parameter(spec.num_experts, hidden_size, dtype=wide, device=device)
-        self.selection_bias = parameter(spec.num_experts, dtype=wide, device=device) if spec.selection_bias else None
-        self.gate_up = parameter(spec.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down = parameter(spec.num_experts, hidden_size, size, dtype=dtype, device=device)
+        experts = spec.num_experts
+        self.router = parameter(experts, hidden_size, dtype=wide, device=device)
+        self.router_bias = parameter(experts, dtype=wide, device=device) if spec.router_bias else None
+        self.selection_bias = parameter(experts, dtype=wide, device=device) if spec.selection_bias else None
+        self.gate_up = parameter(experts, 2 * size, hidden_size, dtype=dtype, device=device)
+        self.gate_up_bias = parameter(experts, 2 * size, dtype=dtype, device=device) if spec.bias else None
+        self.down = parameter(experts, hidden_size, size, dtype=dtype, device=device)
+        self.down_bias = parameter(experts, hidden_size, dtype=dtype, device=device) if spec.bias else None
 
     def weight_slots(self) -> WeightSlots:
         yield "router.weight", self.router
+        if self.router_bias is not None:
+            yield "router.bias", self.router_bias
         if self.selection_bias is not None:
             yield "router.selection_bias", self.selection_bias
         size = self.spec.intermediate_size
@@ -33,10 +39,14 @@ class MoeLayer(nn.Module):
             yield f"experts.{expert}.gate.weight", self.gate_up[expert, :size]
             yield f"experts.{expert}.up.weight", self.gate_up[expert, size:]
             yield f"experts.{expert}.down.weight", self.down[expert]
+            if self.gate_up_bias is not None and self.down_bias is not None:
+                yield f"experts.{expert}.gate.bias", self.gate_up_bias[expert, :size]
+                yield f"experts.{expert}.up.bias", self.gate_up_bias[expert, size:]
+                yield f"experts.{expert}.down.bias", self.down_bias[expert]
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token and their weights, both [num_tokens, top_k]; weights in fp32 (fp64 for fp64)."""
-        logits = F.linear(x.to(self.router.dtype), self.router)
+        logits = F.linear(x.to(self.router.dtype), self.router, self.router_bias)
         scores = logits.sigmoid() if self.spec.scoring == "sigmoid" else logits.softmax(-1)
         ranked = scores if self.selection_bias is None else scores + self.selection_bias
         experts = ranked.topk(self.spec.top_k, dim=-1, sorted=False).indices
@@ -58,9 +68,17 @@ class MoeLayer(nn.Module):
             if count == 0:
                 continue
             rows = slice(start, start + count)
-            hidden = gated(F.linear(inputs[rows], self.gate_up[expert]), self.act)
-            torch.mm(hidden, self.down[expert].t(), out=sorted_outputs[rows])
+            self._expert(expert, inputs[rows], out=sorted_outputs[rows])
             start += count
         outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
         outputs = outputs.view(-1, top_k, x.shape[-1]).to(weights.dtype)
         return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1).to(x.dtype)
+
+    def _expert(self, expert: int, x: Tensor, *, out: Tensor) -> None:
+        """One expert's MLP over `x` [tokens, hidden_size], into `out` of the same shape."""
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+        projected = F.linear(x, self.gate_up[expert], bias)
+        hidden = gated(projected, self.act, limit=self.spec.limit, up_offset=self.spec.up_offset)
+        torch.mm(hidden, self.down[expert].t(), out=out)
+        if self.down_bias is not None:
+            out.add_(self.down_bias[expert])

@@ -2,12 +2,13 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cygnet.base.errors import ModelLoadError
 from cygnet.base.registry import Registry
+from cygnet.model.checkpoint import StoredTensor
 from cygnet.model.description import ModelDescription
 
 
@@ -34,6 +35,10 @@ class Family:
     """Prefix of a tensor's name -> why tensors so named are left out."""
     check_weights: Callable[[Mapping[str, Any]], None] = lambda config: None
     """Raises `ModelLoadError` if this config's weights are stored in a way that can't be loaded."""
+    unpack: Callable[[Iterator[StoredTensor]], Iterator[StoredTensor]] = lambda tensors: tensors
+    """Rewrites the checkpoint's tensors before their names are translated: splits what is stacked, dequantises."""
+    quantisations: frozenset[str] = frozenset()
+    """`quant_method`s whose tensors `unpack` can read. Checkpoints quantised otherwise are refused."""
 
     def parameter_name(self, tensor_name: str) -> str | Ignored:
         """Cygnet's name for a checkpoint tensor, or why there is none."""
@@ -75,6 +80,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelLoadError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES.get(model_type)
+
+
+def readable_quantisations(config: Mapping[str, Any]) -> frozenset[str]:
+    """`quant_method`s that can be loaded for the config's family; none for an unknown one."""
+    try:
+        return family_of(config).quantisations
+    except ModelLoadError:
+        return frozenset()
 
 
 def describe(config: Mapping[str, Any]) -> ModelDescription:

@@ -28,7 +28,7 @@ from cygnet.model.tokenizer import Tokenizer
 SPACE = "▁"
 """SentencePiece's mark for a space."""
 _CACHE_VERSION = 1
-_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|return|>", "<|endoftext|>")
+_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TEMPLATE_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -62,6 +62,9 @@ def _wrap(file: GgufFile, backend: Backend, add_bos: bool) -> Tokenizer:
     ends = {end for key in _END_KEYS if (end := token_id(key)) is not None}
     control = set(np.flatnonzero(file.require("tokenizer.ggml.token_type") == TokenType.CONTROL).tolist())
     ends |= {end for name in _TURN_ENDS if (end := backend.token_to_id(name)) in control}
+    if backend.token_to_id("<|channel|>") in control:
+        # An answer in the Harmony format is several messages: this ends one of them.
+        ends.discard(backend.token_to_id("<|end|>"))
     names = {
         name: text
         for name, key in _TEMPLATE_KEYS.items()
@@ -214,6 +217,17 @@ def _words(digits: str) -> str:
     )
 
 
+def _cased_words() -> str:
+    """The pattern of the vocabulary o200k: a word begins anew where small letters are followed by a capital."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    large, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    ending = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    return (
+        rf"{start}{large}*{small}+{ending}|{start}{large}+{small}*{ending}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
 for _name in ("gpt-2", "mpt", "olmo", "jais"):
     BYTE_LEVEL_SPLITS.register(_name)(_gpt2_split)
 for _name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"):
@@ -222,7 +236,8 @@ for _name in ("llama-bpe", "llama3", "llama-v3", "smaug-bpe"):
     BYTE_LEVEL_SPLITS.register(_name)(_regex_split(_words(r"\p{N}{1,3}")))
 for _name in ("qwen2", "deepseek-r1-qwen"):
     BYTE_LEVEL_SPLITS.register(_name)(_regex_split(_words(r"\p{N}")))
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe"})
+BYTE_LEVEL_SPLITS.register("gpt-4o")(_regex_split(_cased_words()))
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "gpt-4o"})
 """Vocabularies in which a word that is a token is that token, whether or not the merges would reach it."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Models whose text is brought to Unicode form C."""
