@@ -10,9 +10,13 @@ import cygnet.model.moe  # noqa: F401  (registers its MLP kind)
 from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
+from cygnet.model.kernels import kernels_for
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
 from cygnet.model.packed import can_pack, pack, packed_linear
 from cygnet.model.rope import cos_sin, inverse_frequencies, rotate
+
+Plans = Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]
+"""Per group in use, its part of the batch and the backend's plan for all of its layers."""
 
 
 class Attention(nn.Module):
@@ -23,6 +27,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.kernels = kernels_for(device, dtype)
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         rows = {"q": heads * spec.key_dim, "k": kv_heads * spec.key_dim, "v": kv_heads * spec.value_dim}
         hidden = description.hidden_size
@@ -70,7 +75,8 @@ class Attention(nn.Module):
             qk = self.qk_norm(qk)
         if spec.value_scale != 1.0:
             value = value * spec.value_scale
-        query, key = rotate(qk, *rope).split((spec.num_heads, spec.num_kv_heads), dim=1)
+        rotated = rotate(qk, *rope) if self.kernels is None else self.kernels.rotate(qk, *rope)
+        query, key = rotated.split((spec.num_heads, spec.num_kv_heads), dim=1)
         attended = backend.attend(spec, query, key, value, self.sinks, plan, layer_kv)
         return self.o(attended.reshape(num_tokens, spec.num_heads * spec.value_dim))
 
@@ -111,8 +117,10 @@ class DecoderLayer(nn.Module):
         layer_kv: LayerKV,
     ) -> Tensor:
         out = self.attention(self.attention_norm(x), rope, backend, plan, layer_kv)
-        x = x + (out if self.post_attention_norm is None else self.post_attention_norm(out))
-        out = self.mlp(self.mlp_norm(x))
+        if self.post_attention_norm is not None:
+            out = self.post_attention_norm(out)
+        x, normed = self.mlp_norm.of_sum(x, out)
+        out = self.mlp(normed)
         return x + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
 
 
@@ -172,16 +180,16 @@ class HybridModel(nn.Module):
             if isinstance(module, RmsNorm | Linear):
                 module.finish_loading()
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch, plans: Plans | None = None) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm, in the model's dtype.
 
-        Writes the tokens' KV into the batch's slots on the way.
+        Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given.
         """
         x = F.embedding(batch.token_ids, self.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         ropes = self._ropes(batch.positions)
-        plans = self._plans(batch)
+        plans = self._plans(batch) if plans is None else plans
         backend = self.attention_backend
         placed = zip(self.layers, self.description.layers, self.description.layer_groups, strict=True)
         for layer, spec, (group, index) in placed:
@@ -208,7 +216,7 @@ class HybridModel(nn.Module):
             for spec, frequencies in self._frequencies.items()
         }
 
-    def _plans(self, batch: ForwardBatch) -> Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]:
+    def _plans(self, batch: ForwardBatch) -> Plans:
         """Per group in use, its part of the batch and the backend's plan for all of its layers."""
         groups: dict[GroupName, tuple[GroupBatch, AttentionPlan]] = {}
         names: tuple[tuple[GroupName, GroupBatch | None], ...] = (("full", batch.full), ("swa", batch.swa))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from cygnet.base.errors import ModelLoadError
 from cygnet.base.registry import Registry
 from cygnet.model.description import DenseMlp
+from cygnet.model.kernels import kernels_for
 from cygnet.model.packed import can_pack, pack, packed_linear
 
 WeightSlots = Iterator[tuple[str, Tensor]]
@@ -79,12 +80,22 @@ class RmsNorm(nn.Module):
         self.inverse_size = 1.0 / size
         shape = (size,) if rows == 1 else (rows, size)
         self.weight = parameter(*shape, dtype=wide_dtype(dtype), device=device)
+        self.kernels = kernels_for(device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
         wide = x.to(self.weight.dtype)
         # A norm and a product are several times faster on CPUs than a mean of squares.
         rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(self.inverse_size).add_(self.eps)
         return (wide * rms.rsqrt_()).mul_(self.weight).to(x.dtype)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x + residual, both [num_tokens, size], and its norm."""
+        if self.kernels is not None:
+            return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        total = x + residual
+        return total, self(total)
 
     def finish_loading(self) -> None:
         """Add the offset that the family's checkpoints leave out."""
@@ -130,10 +141,14 @@ class DenseMlpLayer(nn.Module):
         super().__init__()
         size = spec.intermediate_size
         self.act = activation(spec.activation)
+        self.activation = spec.activation
+        self.kernels = kernels_for(device, dtype)
         self.gate_up = Linear(hidden_size, {"gate": size, "up": size}, bias=spec.bias, dtype=dtype, device=device)
         self.down = Linear(size, {"down": hidden_size}, bias=spec.bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels is not None and self.kernels.supports_activation(self.activation):
+            return self.down(self.kernels.gated(self.gate_up(x), self.activation))
         return self.down(gated(self.gate_up(x), self.act))
 
     def weight_slots(self) -> WeightSlots:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cygnet.model.description import MoeSpec
+from cygnet.model.kernels import MoeParameters, kernels_for
 from cygnet.model.layers import MLPS, WeightSlots, activation, gated, parameter, wide_dtype
 
 _TINY = 1e-20
@@ -18,6 +19,7 @@ class MoeLayer(nn.Module):
         super().__init__()
         self.spec = spec
         self.act = activation(spec.activation)
+        self.kernels = kernels_for(device, dtype)
         wide, size = wide_dtype(dtype), spec.intermediate_size
         experts = spec.num_experts
         self.router = parameter(experts, hidden_size, dtype=wide, device=device)
@@ -46,7 +48,7 @@ class MoeLayer(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token and their weights, both [num_tokens, top_k]; weights in fp32 (fp64 for fp64)."""
-        logits = F.linear(x.to(self.router.dtype), self.router, self.router_bias)
+        logits = self._logits(x)
         scores = logits.sigmoid() if self.spec.scoring == "sigmoid" else logits.softmax(-1)
         ranked = scores if self.selection_bias is None else scores + self.selection_bias
         experts = ranked.topk(self.spec.top_k, dim=-1, sorted=False).indices
@@ -55,7 +57,13 @@ class MoeLayer(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
         return experts, weights * self.spec.routed_scaling
 
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.router.dtype), self.router, self.router_bias)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels is not None and self.kernels.supports_activation(self.spec.activation):
+            learned = MoeParameters(self.gate_up, self.down, self.selection_bias, self.gate_up_bias, self.down_bias)
+            return self.kernels.moe(self.spec, x, self._logits(x), learned)
         experts, weights = self.route(x)
         top_k = self.spec.top_k
         # Sorting the token-expert pairs by expert makes each expert's inputs one slice.

@@ -9,6 +9,7 @@ from torch import Tensor
 from cygnet.base.registry import Registry
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.description import AttentionSpec
+from cygnet.model.kernels import triton_available
 
 AttentionPlan = Any
 """What a backend derives from a step's batch once per group, for all of the group's layers. Opaque to the model."""
@@ -46,10 +47,27 @@ class AttentionBackend(Protocol):
         """
 
 
+class GraphAttentionBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured in a CUDA graph: it plans in tensors that keep their addresses."""
+
+    def static_plan(self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch) -> AttentionPlan:
+        """A plan for steps of as many requests as `batch`, one token each, up to the block table's width.
+
+        It refers to the memory of `group`'s block table and slot mapping, which the caller keeps current.
+        """
+
+    def refill(self, plan: AttentionPlan, batch: ForwardBatch, group: GroupBatch) -> None:
+        """Adapt a static plan to a step of the same shape; only the lists of `batch` and `group` are read."""
+
+
 ATTENTION_BACKENDS: Registry[Callable[[], AttentionBackend]] = Registry("attention backend")
 
 
 def select_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`; `auto` takes the best one for the device. Raises `ConfigError` if unknown."""
-    del device  # one backend serves all devices so far
-    return ATTENTION_BACKENDS.get("torch" if name == "auto" else name)()
+    """The backend called `name`; `auto` takes the best one for the device.
+
+    Raises `ConfigError` if it is unknown or can't run here.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and triton_available() else "torch"
+    return ATTENTION_BACKENDS.get(name)()
