@@ -49,6 +49,15 @@ def test_chunked_prefill_gives_the_oracles_logits(tiny_model: TinyModel, family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [200, 1, 7])
+def test_plain_torch_gives_the_oracles_logits(tiny_model: TinyModel, family: str, chunk: int) -> None:
+    model = tiny_model(family)
+    tokens = random_tokens(131, seed=chunk)
+    got = Harness(model.build(backend="torch", kernels="torch"), seed=chunk).prefill(Request(tokens), chunk)
+    assert_close(got, oracle_logits(model, tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_reference_backend_gives_the_oracles_logits(tiny_model: TinyModel, family: str) -> None:
     model = tiny_model(family)
     tokens = random_tokens(60, seed=5)

@@ -82,6 +82,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool, Meta(description="let a request wait for another that is computing the same prefix right now")
     ] = True
     attention_backend: Annotated[str, Meta(description="attention kernels: auto, or a registered name")] = "auto"
+    step_kernels: Annotated[
+        str, Meta(description="norms, rotation, activations: auto, or a registered name (torch, numba)")
+    ] = "auto"
     num_threads: Annotated[int, Meta(ge=0, description="compute threads; 0: the CPUs this process may use")] = 0
     audit: Annotated[
         Literal["off", "idle", "step"], Meta(description="when to re-check the bookkeeping from scratch")

@@ -11,8 +11,9 @@ from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
+from cygnet.model.ops import StepOps
 from cygnet.model.packed import can_pack, pack, packed_linear
-from cygnet.model.rope import cos_sin, inverse_frequencies, rotate
+from cygnet.model.rope import cos_sin, inverse_frequencies
 
 
 class Attention(nn.Module):
@@ -56,21 +57,13 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
+        ops: StepOps,
         backend: AttentionBackend,
         plan: AttentionPlan,
         layer_kv: LayerKV,
     ) -> Tensor:
         spec, num_tokens = self.spec, x.shape[0]
-        qkv = self.qkv(x)
-        qk_heads = spec.num_heads + spec.num_kv_heads
-        qk_size = qk_heads * spec.key_dim
-        qk = qkv[:, :qk_size].view(num_tokens, qk_heads, spec.key_dim)
-        value = qkv[:, qk_size:].view(num_tokens, spec.num_kv_heads, spec.value_dim)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        if spec.value_scale != 1.0:
-            value = value * spec.value_scale
-        query, key = rotate(qk, *rope).split((spec.num_heads, spec.num_kv_heads), dim=1)
+        query, key, value = ops.heads(spec, self.qkv(x), self.qk_norm, rope)
         attended = backend.attend(spec, query, key, value, self.sinks, plan, layer_kv)
         return self.o(attended.reshape(num_tokens, spec.num_heads * spec.value_dim))
 
@@ -105,15 +98,19 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
+        normed: Tensor,
+        next_norm: RmsNorm,
         rope: tuple[Tensor, Tensor],
+        ops: StepOps,
         backend: AttentionBackend,
         plan: AttentionPlan,
         layer_kv: LayerKV,
-    ) -> Tensor:
-        out = self.attention(self.attention_norm(x), rope, backend, plan, layer_kv)
-        x = x + (out if self.post_attention_norm is None else self.post_attention_norm(out))
-        out = self.mlp(self.mlp_norm(x))
-        return x + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
+    ) -> tuple[Tensor, Tensor]:
+        """The residual `x` [num_tokens, hidden_size] after this layer, and `next_norm` of it; `normed` is this layer's
+        `attention_norm` of `x`."""
+        out = self.attention(normed, rope, ops, backend, plan, layer_kv)
+        x, normed = ops.join(x, out, self.post_attention_norm, self.mlp_norm)
+        return ops.join(x, self.mlp(normed, ops), self.post_mlp_norm, next_norm)
 
 
 class HybridModel(nn.Module):
@@ -130,10 +127,12 @@ class HybridModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         attention_backend: AttentionBackend,
+        ops: StepOps,
     ) -> None:
         super().__init__()
         self.description = description
         self.attention_backend = attention_backend
+        self.ops = ops
         self.dtype = dtype
         self.device = device
         vocab, hidden = description.vocab_size, description.hidden_size
@@ -182,12 +181,16 @@ class HybridModel(nn.Module):
             x = x * self._embedding_scale
         ropes = self._ropes(batch.positions)
         plans = self._plans(batch)
-        backend = self.attention_backend
-        placed = zip(self.layers, self.description.layers, self.description.layer_groups, strict=True)
-        for layer, spec, (group, index) in placed:
+        ops, backend = self.ops, self.attention_backend
+        # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
+        norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
+        x, normed = ops.join(x, None, None, norms[0])
+        placed = zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
+        for layer, next_norm, spec, (group, index) in placed:
             group_batch, plan = plans[group]
-            x = layer(x, ropes[spec.attention.rope], backend, plan, group_batch.layers[index])
-        return self.final_norm(x)
+            rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
+            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [rows, vocab_size] in fp32 (fp64 for an fp64 model) for rows of `forward`'s result."""
@@ -203,7 +206,8 @@ class HybridModel(nn.Module):
         return F.linear(hidden, self.embedding)
 
     def _ropes(self, positions: Tensor) -> Mapping[RopeSpec, tuple[Tensor, Tensor]]:
-        return {spec: cos_sin(freqs, positions, self.dtype) for spec, freqs in self._frequencies.items()}
+        dtype = self.ops.rope_dtype(self.dtype)
+        return {spec: cos_sin(freqs, positions, dtype) for spec, freqs in self._frequencies.items()}
 
     def _plans(self, batch: ForwardBatch) -> Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]:
         """Per group in use, its part of the batch and the backend's plan for all of its layers."""

@@ -1,6 +1,7 @@
 """Building blocks of a decoder: linear map, RMS norm, gated MLP. Inference only; no parameter requires a gradient."""
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,9 @@ from cygnet.base.errors import ModelLoadError
 from cygnet.base.registry import Registry
 from cygnet.model.description import DenseMlp
 from cygnet.model.packed import can_pack, pack, packed_linear
+
+if TYPE_CHECKING:
+    from cygnet.model.ops import StepOps
 
 WeightSlots = Iterator[tuple[str, Tensor]]
 """Names of the checkpoint's tensors, each with the piece of a parameter that it fills."""
@@ -114,7 +118,7 @@ def gated(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 MLPS: Registry[type[nn.Module]] = Registry("MLP kind")
-"""Modules built as `cls(spec, hidden_size, dtype=, device=)` by the spec's `kind`."""
+"""Modules built as `cls(spec, hidden_size, dtype=, device=)` by the spec's `kind`, and called as `mlp(x, ops)`."""
 
 
 @MLPS.register(DenseMlp.kind)
@@ -124,12 +128,13 @@ class DenseMlpLayer(nn.Module):
     def __init__(self, spec: DenseMlp, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = spec.intermediate_size
-        self.act = activation(spec.activation)
+        self.act = spec.activation
+        activation(self.act)  # an unknown one is an error now
         self.gate_up = Linear(hidden_size, {"gate": size, "up": size}, bias=spec.bias, dtype=dtype, device=device)
         self.down = Linear(size, {"down": hidden_size}, bias=spec.bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x), self.act))
+    def forward(self, x: Tensor, ops: "StepOps") -> Tensor:
+        return self.down(ops.gated(self.gate_up(x), self.act))
 
     def weight_slots(self) -> WeightSlots:
         yield from self.gate_up.weight_slots()

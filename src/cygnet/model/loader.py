@@ -9,6 +9,7 @@ from cygnet.base.errors import ModelLoadError
 from cygnet.model.attention import select_backend
 from cygnet.model.checkpoint import Checkpoint
 from cygnet.model.decoder import HybridModel
+from cygnet.model.ops import select_ops
 from cygnet.model.registry import Family, Ignored, family_of
 
 Progress = Callable[[int, int], None]
@@ -23,6 +24,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     attention_backend: str = "auto",
+    step_kernels: str = "auto",
     progress: Progress | None = None,
     pack_tied_head: bool = False,
 ) -> HybridModel:
@@ -39,7 +41,8 @@ def build_model(
     description = family.describe(checkpoint.config)
     family.check_weights(checkpoint.config)
     backend = select_backend(attention_backend, device)
-    model = HybridModel(description, dtype=dtype, device=device, attention_backend=backend)
+    ops = select_ops(step_kernels, device, dtype)
+    model = HybridModel(description, dtype=dtype, device=device, attention_backend=backend, ops=ops)
     _fill(model, family, checkpoint, progress)
     model.finish_loading(pack_tied_head=pack_tied_head)
     return model.eval()

@@ -1,11 +1,16 @@
 """Mixture of experts: routing in fp32, then one pair of products per expert that got tokens."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cygnet.model.description import MoeSpec
-from cygnet.model.layers import MLPS, WeightSlots, activation, gated, parameter, wide_dtype
+from cygnet.model.layers import MLPS, WeightSlots, activation, parameter, wide_dtype
+
+if TYPE_CHECKING:
+    from cygnet.model.ops import StepOps
 
 _TINY = 1e-20
 
@@ -17,7 +22,8 @@ class MoeLayer(nn.Module):
     def __init__(self, spec: MoeSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
-        self.act = activation(spec.activation)
+        self.act = spec.activation
+        activation(self.act)  # an unknown one is an error now
         wide, size = wide_dtype(dtype), spec.intermediate_size
         self.router = parameter(spec.num_experts, hidden_size, dtype=wide, device=device)
         self.selection_bias = parameter(spec.num_experts, dtype=wide, device=device) if spec.selection_bias else None
@@ -45,7 +51,7 @@ class MoeLayer(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
         return experts, weights * self.spec.routed_scaling
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ops: "StepOps") -> Tensor:
         experts, weights = self.route(x)
         top_k = self.spec.top_k
         # Sorting the token-expert pairs by expert makes each expert's inputs one slice.
@@ -58,7 +64,7 @@ class MoeLayer(nn.Module):
             if count == 0:
                 continue
             rows = slice(start, start + count)
-            hidden = gated(F.linear(inputs[rows], self.gate_up[expert]), self.act)
+            hidden = ops.gated(F.linear(inputs[rows], self.gate_up[expert]), self.act)
             torch.mm(hidden, self.down[expert].t(), out=sorted_outputs[rows])
             start += count
         outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)

@@ -136,6 +136,7 @@ def load_engine(
         dtype=dtype,
         device=device,
         attention_backend=config.engine.attention_backend,
+        step_kernels=config.engine.step_kernels,
         pack_tied_head=config.model.pack_tied_head,
         progress=lambda done, total: report("loading weights", done, total),
     )

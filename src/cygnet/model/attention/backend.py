@@ -51,5 +51,8 @@ ATTENTION_BACKENDS: Registry[Callable[[], AttentionBackend]] = Registry("attenti
 
 def select_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend called `name`; `auto` takes the best one for the device. Raises `ConfigError` if unknown."""
-    del device  # one backend serves all devices so far
-    return ATTENTION_BACKENDS.get("torch" if name == "auto" else name)()
+    if name == "auto":
+        from cygnet.model.cpu.kernels import numba_works
+
+        name = "numba" if device.type == "cpu" and numba_works() else "torch"
+    return ATTENTION_BACKENDS.get(name)()
