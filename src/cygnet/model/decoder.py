@@ -198,6 +198,12 @@ class HybridModel(nn.Module):
         cap = self.description.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """int64 [rows]: the likeliest next token for rows of `forward`'s result, the first of equals."""
+        if self.description.logit_softcap is not None:
+            return self.logits(hidden).argmax(dim=-1)
+        return self.ops.argmax(self._head(hidden))
+
     def _head(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head(hidden)

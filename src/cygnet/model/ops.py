@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cygnet.base.registry import Registry
 from cygnet.model.description import AttentionSpec
-from cygnet.model.layers import RmsNorm, activation, gated
+from cygnet.model.layers import RmsNorm, activation, gated, wide_dtype
 from cygnet.model.rope import Cos, Sin, rotate
 
 Activation = Callable[[Tensor], Tensor]
@@ -34,6 +34,9 @@ class StepOps(Protocol):
 
     def gated(self, x: Tensor, activation_name: str) -> Tensor:
         """act(gate) * up, T [rows, size], for `x` T [rows, 2 * size] = [gate | up]."""
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """int64 [rows]: where each row of `x` T [rows, size] is largest; the first place of equals."""
 
 
 STEP_OPS: Registry[Callable[[], StepOps]] = Registry("step kernels")
@@ -66,6 +69,9 @@ class TorchOps:
 
     def gated(self, x: Tensor, activation_name: str) -> Tensor:
         return gated(x, activation(activation_name))
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return x.to(wide_dtype(x.dtype)).argmax(dim=-1)  # several times faster than argmax in bf16
 
 
 def value_heads(spec: AttentionSpec, qkv: Tensor) -> Tensor:

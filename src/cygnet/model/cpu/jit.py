@@ -91,6 +91,26 @@ def store(typing_context: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def order(typing_context: Any, pointer: Any, index: Any) -> Any:
+    """pointer[index] as an int32 that sorts as the float does; both zeros are 0, a NaN is above infinity."""
+    source = pointer.dtype
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        value = builder.load(builder.gep(args[0], [args[1]]))
+        bits = builder.zext(value, word) if source == types.uint16 else builder.bitcast(value, word)
+        bits = builder.shl(bits, ir.Constant(word, 16 if source == types.uint16 else 0))
+        size = builder.and_(bits, ir.Constant(word, 0x7FFFFFFF))
+        infinity, zero = ir.Constant(word, 0x7F800000), ir.Constant(word, 0)
+        negative = builder.and_(
+            builder.icmp_signed("<", bits, zero), builder.icmp_unsigned("<=", size, infinity)
+        )
+        return builder.select(negative, builder.neg(size), size)
+
+    return types.int32(pointer, types.int64), generate
+
+
+@intrinsic
 def take(typing_context: Any, pointer: Any, index: Any) -> Any:
     """Atomically pointer[index] += 1; the value before. Also a barrier between memory accesses before and after."""
 

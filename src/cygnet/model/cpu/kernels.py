@@ -22,6 +22,10 @@ _KERNELS = {
     "heads": ("glue_kernels", "12qd"),
     "gated": ("glue_kernels", "6q"),
     "decode": ("attention_kernels", "18qdq"),
+    "multiply": ("linear_kernels", "10q"),
+    "multiply_i8": ("linear_kernels", "10q"),
+    "widen": ("linear_kernels", "6q"),
+    "best": ("linear_kernels", "6q"),
 }
 
 

@@ -98,6 +98,19 @@ class NumbaOps:
         )
         return out
 
+    def argmax(self, x: Tensor) -> Tensor:
+        if x.dtype not in SUFFIX:
+            return self._torch.argmax(x)
+        x = x.contiguous()
+        rows, size = x.shape
+        parts = -(-size // PIECE)
+        found = torch.empty(rows, parts, 2, dtype=torch.int64)
+        self._kernel("best", x.dtype)(
+            _threads(rows * size), x.data_ptr(), found.data_ptr(), rows, size, parts, PIECE
+        )
+        values, places = found.unbind(-1)
+        return places.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
+
     def _kernel(self, name: str, dtype: torch.dtype) -> Kernel:
         kernel = self._kernels.get((name, dtype))
         if kernel is None:
