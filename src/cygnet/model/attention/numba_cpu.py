@@ -24,7 +24,7 @@ PARTS_PER_THREAD = 4
 """Parts that a step is cut into, per thread and about, so that no thread is left with much more than the others."""
 ALONE = 16384
 """Keys times dimension up to which one thread is faster than waking the others."""
-_TILE = 16
+_TILE = 32
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ The part with a request's newest key writes that key and value into the cache be
 
 import numpy as np
 
-from cygnet.model.cpu.jit import bf16_at, exp, f32_at, float_in, i64_at, jit, load, shift, store, take
+from cygnet.model.cpu.jit import bf16_at, exp, f32_at, float_in, i64_at, jit, load, prefetch, shift, store, take
 
-TILE = 16
+TILE = 32
 """Keys whose scores are worked out together."""
+LINE = 32
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
 LOWEST = np.float32(-3.0e38)
@@ -88,6 +89,19 @@ def add_values(values, offsets, weights, count, dim, kept, sums):  # type: ignor
 
 
 @jit
+def row_of(table, position, block_size, kv_heads, head):  # type: ignore[no-untyped-def]
+    """Row of the cache, seen as [slots * kv_heads, dim], that has a position's key or value."""
+    return (table[position // block_size] * block_size + position % block_size) * kv_heads + head
+
+
+@jit
+def fetch(row, dim):  # type: ignore[no-untyped-def]
+    """Ask for row[0:dim], a cache line of bf16 at a time (every other one of fp32: its pair comes along)."""
+    for i in range(0, dim, LINE):
+        prefetch(row, i)
+
+
+@jit
 def attend_part(p, keys, values, begin, end, table, head, q, sums, states, scores, offsets):  # type: ignore[no-untyped-def]
     """Positions begin..end-1 of one request and KV head: fills `sums` [group, value_dim] and `states` [group, 2].
 
@@ -103,8 +117,11 @@ def attend_part(p, keys, values, begin, end, table, head, q, sums, states, score
     for first in range(begin, end, TILE):
         count = min(TILE, end - first)
         for t in range(count):
-            block, offset = (first + t) // block_size, (first + t) % block_size
-            row = (table[block] * block_size + offset) * kv_heads + head
+            row = row_of(table, first + t, block_size, kv_heads, head)
+            ahead = row_of(table, min(first + t + TILE, end - 1), block_size, kv_heads, head)
+            # Blocks lie anywhere, so the hardware can't guess what comes next.
+            fetch(shift(values, row * value_dim), value_dim)
+            fetch(shift(keys, ahead * key_dim), key_dim)
             offsets[t] = row * value_dim
             scores_of_key(q, shift(keys, row * key_dim), group, key_dim, scores, t)
         for g in range(group):

@@ -111,6 +111,21 @@ def order(typing_context: Any, pointer: Any, index: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing_context: Any, pointer: Any, index: Any) -> Any:
+    """Ask for the cache line of pointer[index]; no fault, whatever the address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        address = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
+        builder.call(function, [address, ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), generate
+
+
+@intrinsic
 def take(typing_context: Any, pointer: Any, index: Any) -> Any:
     """Atomically pointer[index] += 1; the value before. Also a barrier between memory accesses before and after."""
 
