@@ -43,6 +43,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 VARIANTS = {
     "torch": {"attention_backend": "torch", "step_kernels": "torch"},
     "numba": {"attention_backend": "numba", "step_kernels": "numba"},
+    "int8": {"attention_backend": "numba", "step_kernels": "numba", "int8": True},
 }
 
 

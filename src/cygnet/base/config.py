@@ -28,12 +28,20 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "bfloat16", "float32"],
         Meta(description="weights and KV; auto: bfloat16 where the hardware has it"),
     ] = "auto"
+    weight_dtype: Annotated[
+        Literal["auto", "bfloat16", "float32", "int8"],
+        Meta(description="how matrices are kept; auto: in dtype; int8: a byte per weight, faster on CPUs, less exact"),
+    ] = "auto"
     device: Annotated[str, Meta(description="torch device: auto, cpu, cuda, cuda:1")] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt + answer in tokens; 0: the model's, or what the KV budget holds")
     ] = 0
     pack_tied_head: Annotated[
-        bool, Meta(description="on CPUs keep a second, packed copy of an LM head tied to the embedding: faster decode")
+        bool,
+        Meta(
+            description="on CPUs keep a second, packed copy of an LM head tied to the embedding (with int8 weights, of "
+            "all matrices): more memory, faster"
+        ),
     ] = True
     chat_template: Annotated[str, Meta(description="file with a Jinja chat template; empty: the model's own")] = ""
 

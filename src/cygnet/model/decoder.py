@@ -1,6 +1,7 @@
 """The forward pass of a decoder-only model over paged KV, built from a `ModelDescription`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ import cygnet.model.moe  # noqa: F401  (registers its MLP kind)
 from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
+from cygnet.model.int8 import Int8Weight
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
 from cygnet.model.ops import StepOps
 from cygnet.model.packed import can_pack, pack, packed_linear
@@ -116,7 +118,8 @@ class DecoderLayer(nn.Module):
 class HybridModel(nn.Module):
     """A decoder-only model whose layers see all earlier tokens or a window of them. Made by `loader.build_model`.
 
-    Weights are in `dtype` (bf16, fp32 or fp64), except norms, routers and sinks, which are in fp32 (fp64).
+    Weights are in `dtype` (bf16, fp32 or fp64), except norms, routers and sinks, which are in fp32 (fp64), and
+    matrices in int8 if asked for.
     One forward runs at a time; call it under `torch.inference_mode()` to spare autograd's bookkeeping.
     """
 
@@ -136,7 +139,7 @@ class HybridModel(nn.Module):
         self.dtype = dtype
         self.device = device
         vocab, hidden = description.vocab_size, description.hidden_size
-        self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
+        self.embedding: nn.Parameter | None = parameter(vocab, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, description, dtype=dtype, device=device) for spec in description.layers
         )
@@ -148,12 +151,15 @@ class HybridModel(nn.Module):
             else Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, device=device)
         )
         self._packed_head: Tensor | None = None
+        self._int8_head: Int8Weight | None = None
+        """Head and embedding both, when they are tied and kept in bytes; there is no `embedding` then."""
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
         specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
         self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
 
     def weight_slots(self) -> WeightSlots:
         """Every tensor a checkpoint must bring, by Cygnet's name, with the (view of a) parameter that it fills."""
+        assert self.embedding is not None
         yield "embedding.weight", self.embedding
         yield "final_norm.weight", self.final_norm.weight
         if self.lm_head is not None:
@@ -163,12 +169,19 @@ class HybridModel(nn.Module):
                 yield f"layers.{index}.{name}", slot
 
     @torch.no_grad()
-    def finish_loading(self, *, pack_tied_head: bool = False) -> None:
-        """To be called once, when all slots are filled; see `loader.build_model` for `pack_tied_head`."""
-        if pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
+    def finish_loading(self, *, pack_tied_head: bool = False, int8: bool = False) -> None:
+        """To be called once, when all slots are filled; see `loader.build_model` for the options."""
+        if int8 and self.lm_head is None:
+            assert self.embedding is not None
+            self._int8_head = Int8Weight(self.embedding, keep_packed=pack_tied_head)
+            self.embedding = None
+        elif pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
+            assert self.embedding is not None
             self._packed_head = pack(self.embedding)
         for module in self.modules():
-            if isinstance(module, RmsNorm | Linear):
+            if isinstance(module, Linear):
+                module.finish_loading(int8=int8, keep_packed=pack_tied_head)
+            elif isinstance(module, RmsNorm):
                 module.finish_loading()
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -176,14 +189,14 @@ class HybridModel(nn.Module):
 
         Writes the tokens' KV into the batch's slots on the way.
         """
-        x = F.embedding(batch.token_ids, self.embedding)
+        x = self._embed(batch.token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         ropes = self._ropes(batch.positions)
         plans = self._plans(batch)
         ops, backend = self.ops, self.attention_backend
         # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
-        norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
+        norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         x, normed = ops.join(x, None, None, norms[0])
         placed = zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
         for layer, next_norm, spec, (group, index) in placed:
@@ -204,11 +217,20 @@ class HybridModel(nn.Module):
             return self.logits(hidden).argmax(dim=-1)
         return self.ops.argmax(self._head(hidden))
 
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self._int8_head is not None:
+            return self._int8_head.rows(token_ids, self.dtype)
+        assert self.embedding is not None
+        return F.embedding(token_ids, self.embedding)
+
     def _head(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head(hidden)
+        if self._int8_head is not None:
+            return self._int8_head.linear(hidden, None)
         if self._packed_head is not None:
             return packed_linear(hidden, self._packed_head, None)
+        assert self.embedding is not None
         return F.linear(hidden, self.embedding)
 
     def _ropes(self, positions: Tensor) -> Mapping[RopeSpec, tuple[Tensor, Tensor]]:

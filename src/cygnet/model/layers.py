@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cygnet.base.errors import ModelLoadError
 from cygnet.base.registry import Registry
 from cygnet.model.description import DenseMlp
+from cygnet.model.int8 import Int8Weight
 from cygnet.model.packed import can_pack, pack, packed_linear
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class Linear(nn.Module):
     """y = x W^T + b over several outputs that share an input: `parts` names them and gives their row counts.
 
-    Once loaded, the weight is kept in packed layout only, where that works.
+    Once loaded, the weight is kept in packed layout only, where that works, or in one byte per element.
     """
 
     def __init__(
@@ -44,15 +45,21 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = parameter(rows, in_features, dtype=dtype, device=device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None
+        self._int8: Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._int8 is not None:
+            return self._int8.linear(x, self.bias)
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
-    def finish_loading(self) -> None:
-        """Replace the weight by its packed form."""
+    def finish_loading(self, *, int8: bool = False, keep_packed: bool = True) -> None:
+        """Replace the weight by its packed form, or by bytes (and, with `keep_packed`, the packed form of those)."""
+        if int8 and self.weight is not None:
+            self._int8 = Int8Weight(self.weight, keep_packed=keep_packed)
+            self.weight = None
         if self.weight is not None and can_pack(self.weight.dtype, self.weight.device.type):
             self._packed = pack(self.weight)
             self.weight = None

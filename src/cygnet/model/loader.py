@@ -27,11 +27,15 @@ def build_model(
     step_kernels: str = "auto",
     progress: Progress | None = None,
     pack_tied_head: bool = False,
+    int8: bool = False,
 ) -> HybridModel:
     """Build the checkpoint's model with weights in `dtype` on `device`; each weight is in memory once.
 
     `pack_tied_head` makes one exception: a tied head gets a copy in the layout that CPUs read fastest, which is worth
     `vocab_size * hidden_size` elements of memory where decoding speed matters more.
+
+    `int8` rounds matrices (not those of experts) to one byte per weight; CPUs only. With `pack_tied_head` their rounded
+    values are kept packed in `dtype` as well, for steps of many tokens.
 
     Raises `ModelLoadError` for an unsupported config, and, with names, for tensors that are missing, unknown, doubled
     or of a wrong shape. Raises `ConfigError` for an unknown attention backend.
@@ -44,7 +48,7 @@ def build_model(
     ops = select_ops(step_kernels, device, dtype)
     model = HybridModel(description, dtype=dtype, device=device, attention_backend=backend, ops=ops)
     _fill(model, family, checkpoint, progress)
-    model.finish_loading(pack_tied_head=pack_tied_head)
+    model.finish_loading(pack_tied_head=pack_tied_head, int8=int8)
     return model.eval()
 
 

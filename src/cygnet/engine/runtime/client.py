@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -37,6 +38,8 @@ Progress = Callable[[str, int, int], None]
 _ERRORS = {error.__name__: error for error in (InvalidRequestError, ContextLengthError, QueueFullError)}
 """What an engine may say of a request, by name."""
 
+SPIN_COUNT = "10000"
+"""Turns of GNU OpenMP's waiting loop, some tens of microseconds: as long as the gap between two products of a step."""
 SOCKET_NAME = "engine.sock"
 START_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 10.0
@@ -81,6 +84,16 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two outputs of one sequence as one."""
     logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
     return msgspec.structs.replace(second, token_ids=first.token_ids + second.token_ids, logprobs=logprobs or None)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and that compute threads soon stop spinning for one another, unless the user has said how they wait.
+
+    By default an OpenMP thread spins for milliseconds at the end of its share. Where another process has taken the CPU
+    of the thread that is waited for, that time is taken from just that thread: a product of 30 us becomes one of 8 ms.
+    """
+    waiting = {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() else {"GOMP_SPINCOUNT": SPIN_COUNT}
+    return {**os.environ, **waiting}
 
 
 def _listen() -> tuple[zmq.asyncio.Socket, Path]:
@@ -152,6 +165,7 @@ class EngineProcess:
                 "cygnet.engine.runtime.process",
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,
+                env=_environment(),
             )
         except BaseException:
             socket.close()

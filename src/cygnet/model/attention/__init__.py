@@ -3,4 +3,12 @@
 from cygnet.model.attention import numba_cpu, reference, torch_cpu
 from cygnet.model.attention.backend import ATTENTION_BACKENDS, AttentionBackend, AttentionPlan, select_backend
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "AttentionPlan", "numba_cpu", "reference", "select_backend", "torch_cpu"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionBackend",
+    "AttentionPlan",
+    "numba_cpu",
+    "reference",
+    "select_backend",
+    "torch_cpu",
+]

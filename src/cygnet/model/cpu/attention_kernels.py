@@ -21,7 +21,7 @@ LOWEST = np.float32(-3.0e38)
 
 
 @jit
-def scores_of_key(q, key, group, dim, scores, column):  # type: ignore[no-untyped-def]
+def scores_of_key(q, key, group, dim, scores, column):
     """scores[g, column] = q[g] . key for all heads g of the group, four at a time: the key is widened once for them."""
     g = 0
     while g + 4 <= group:
@@ -47,7 +47,7 @@ def scores_of_key(q, key, group, dim, scores, column):  # type: ignore[no-untype
 
 
 @jit
-def softmax_tile(scores, count, state):  # type: ignore[no-untyped-def]
+def softmax_tile(scores, count, state):
     """One head's scores[0:count] become weights exp(s - max); returns what to multiply older sums with.
 
     `state` is (largest score, sum of weights) so far.
@@ -68,7 +68,7 @@ def softmax_tile(scores, count, state):  # type: ignore[no-untyped-def]
 
 
 @jit
-def add_values(values, offsets, weights, count, dim, kept, sums):  # type: ignore[no-untyped-def]
+def add_values(values, offsets, weights, count, dim, kept, sums):
     """sums[0:dim] = sums * kept + weights[0:count] . values, four rows of values at a time."""
     if kept != ONE:
         for i in range(dim):
@@ -89,20 +89,20 @@ def add_values(values, offsets, weights, count, dim, kept, sums):  # type: ignor
 
 
 @jit
-def row_of(table, position, block_size, kv_heads, head):  # type: ignore[no-untyped-def]
+def row_of(table, position, block_size, kv_heads, head):
     """Row of the cache, seen as [slots * kv_heads, dim], that has a position's key or value."""
     return (table[position // block_size] * block_size + position % block_size) * kv_heads + head
 
 
 @jit
-def fetch(row, dim):  # type: ignore[no-untyped-def]
+def fetch(row, dim):
     """Ask for row[0:dim], a cache line of bf16 at a time (every other one of fp32: its pair comes along)."""
     for i in range(0, dim, LINE):
         prefetch(row, i)
 
 
 @jit
-def attend_part(p, keys, values, begin, end, table, head, q, sums, states, scores, offsets):  # type: ignore[no-untyped-def]
+def attend_part(p, keys, values, begin, end, table, head, q, sums, states, scores, offsets):
     """Positions begin..end-1 of one request and KV head: fills `sums` [group, value_dim] and `states` [group, 2].
 
     `scores` [group, TILE] and `offsets` [TILE] are scratch; `table` is the request's row of block ids, less its first
@@ -131,7 +131,7 @@ def attend_part(p, keys, values, begin, end, table, head, q, sums, states, score
 
 
 @jit
-def finish(sums, states, stride, parts, sinks, g, group, dim, out):  # type: ignore[no-untyped-def]
+def finish(sums, states, stride, parts, sinks, g, group, dim, out):
     """out[0:dim] of head g from its `parts`, which lie `stride` floats apart, and its sink, if `sinks` is not 0."""
     largest, total = LOWEST, ZERO
     for part in range(parts):
@@ -156,7 +156,7 @@ def finish(sums, states, stride, parts, sinks, g, group, dim, out):  # type: ign
 
 
 @jit
-def write_newest(p, keys, values, key, value, slot, row, head):  # type: ignore[no-untyped-def]
+def write_newest(p, keys, values, key, value, slot, row, head):
     """The step's own key and value of one head, into their slot."""
     kv_heads, key_dim, value_dim = p[13], p[15], p[16]
     source, target = shift(key, (row * kv_heads + head) * key_dim), shift(keys, (slot * kv_heads + head) * key_dim)
@@ -169,7 +169,7 @@ def write_newest(p, keys, values, key, value, slot, row, head):  # type: ignore[
 
 
 @jit
-def decode(p, keys, values, query, key, value, out):  # type: ignore[no-untyped-def]
+def decode(p, keys, values, query, key, value, out):
     """Decode rows of a step.
 
     p[2], p[3] the cache's `keys`, `values` T [slots, kv_heads, dim]; p[4] `query` T [rows, heads, key_dim]; p[5], p[6]
@@ -215,9 +215,9 @@ def decode(p, keys, values, query, key, value, out):  # type: ignore[no-untyped-
                 finish(sums, states, stride, parts, sinks, g, group, value_dim, shift(out, (first_row + g) * value_dim))
 
 
-def decode_bf16(p):  # type: ignore[no-untyped-def]
+def decode_bf16(p):
     decode(p, bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), bf16_at(p[5]), bf16_at(p[6]), bf16_at(p[7]))
 
 
-def decode_f32(p):  # type: ignore[no-untyped-def]
+def decode_f32(p):
     decode(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), f32_at(p[5]), f32_at(p[6]), f32_at(p[7]))

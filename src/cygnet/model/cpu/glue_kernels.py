@@ -12,7 +12,7 @@ ZERO = np.float32(0.0)
 
 
 @jit
-def inverse_rms(x, size, inverse_size, eps):  # type: ignore[no-untyped-def]
+def inverse_rms(x, size, inverse_size, eps):
     """1 / sqrt(mean of squares + eps) of x[0:size]."""
     total = ZERO
     for i in range(size):
@@ -22,7 +22,7 @@ def inverse_rms(x, size, inverse_size, eps):  # type: ignore[no-untyped-def]
 
 
 @jit
-def join(p, residual, branch, normed):  # type: ignore[no-untyped-def]
+def join(p, residual, branch, normed):
     """Row by row: residual += post_norm(branch); normed = norm(residual). In place.
 
     p[2:5] are `residual`, `branch`, `normed`, T [rows, size]; p[5] the post-norm's weight or 0; p[6] the norm's
@@ -55,7 +55,7 @@ def join(p, residual, branch, normed):  # type: ignore[no-untyped-def]
 
 
 @jit
-def heads(p, qkv, query, key):  # type: ignore[no-untyped-def]
+def heads(p, qkv, query, key):
     """Norm and rotate query and key heads.
 
     p[2] `qkv` T [rows, qkv_size], heads first; p[3] `query` T [rows, num_heads, dim], p[4] `key` T [rows, num_kv_heads,
@@ -99,7 +99,7 @@ _CUBE = np.float32(0.044715)
 
 
 @jit
-def gated(p, x, out):  # type: ignore[no-untyped-def]
+def gated(p, x, out):
     """out = act(gate) * up.
 
     p[2] `x` T [rows, 2 * size] = [gate | up]; p[3] `out` T [rows, size]; p[4] rows, p[5] size, p[6] rows per piece,
@@ -122,25 +122,25 @@ def gated(p, x, out):  # type: ignore[no-untyped-def]
                     store(y, i, g / (ONE + exp(-_SQRT_8_OVER_PI * (g + _CUBE * g * g * g))) * load(up, i))
 
 
-def join_bf16(p):  # type: ignore[no-untyped-def]
+def join_bf16(p):
     join(p, bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]))
 
 
-def join_f32(p):  # type: ignore[no-untyped-def]
+def join_f32(p):
     join(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]))
 
 
-def heads_bf16(p):  # type: ignore[no-untyped-def]
+def heads_bf16(p):
     heads(p, bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]))
 
 
-def heads_f32(p):  # type: ignore[no-untyped-def]
+def heads_f32(p):
     heads(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]))
 
 
-def gated_bf16(p):  # type: ignore[no-untyped-def]
+def gated_bf16(p):
     gated(p, bf16_at(p[2]), bf16_at(p[3]))
 
 
-def gated_f32(p):  # type: ignore[no-untyped-def]
+def gated_f32(p):
     gated(p, f32_at(p[2]), f32_at(p[3]))

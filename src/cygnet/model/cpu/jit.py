@@ -102,9 +102,7 @@ def order(typing_context: Any, pointer: Any, index: Any) -> Any:
         bits = builder.shl(bits, ir.Constant(word, 16 if source == types.uint16 else 0))
         size = builder.and_(bits, ir.Constant(word, 0x7FFFFFFF))
         infinity, zero = ir.Constant(word, 0x7F800000), ir.Constant(word, 0)
-        negative = builder.and_(
-            builder.icmp_signed("<", bits, zero), builder.icmp_unsigned("<=", size, infinity)
-        )
+        negative = builder.and_(builder.icmp_signed("<", bits, zero), builder.icmp_unsigned("<=", size, infinity))
         return builder.select(negative, builder.neg(size), size)
 
     return types.int32(pointer, types.int64), generate
@@ -170,7 +168,7 @@ _C3, _C4, _C5 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.flo
 
 
 @njit(error_model="numpy", fastmath={"contract"})
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     """e ** x in fp32, to about an ulp, without a call: loops over it vectorise. |x| is cut at 87; NaN stays NaN."""
     cut = _LOWEST if x < _LOWEST else x
     cut = _HIGHEST if cut > _HIGHEST else cut

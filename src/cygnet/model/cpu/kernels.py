@@ -22,9 +22,7 @@ _KERNELS = {
     "heads": ("glue_kernels", "12qd"),
     "gated": ("glue_kernels", "6q"),
     "decode": ("attention_kernels", "18qdq"),
-    "multiply": ("linear_kernels", "10q"),
     "multiply_i8": ("linear_kernels", "10q"),
-    "widen": ("linear_kernels", "6q"),
     "best": ("linear_kernels", "6q"),
 }
 
@@ -78,7 +76,7 @@ class Kernel:
 
     def __call__(self, threads: int, *values: int | float) -> None:
         """Run with these values of p[2:] on up to `threads` threads."""
-        self._layout.pack_into(self._block, 0, 0, 0, *values)
+        self._layout.pack_into(self._block.data, 0, 0, 0, *values)
         if threads == 1 or self._launch is None:
             self._call(self._address)
         else:

@@ -1,4 +1,4 @@
-"""Products of a few rows with a large matrix, bound by how fast the matrix is read; and the choice of the best logit."""
+"""Products of a few rows with a large matrix, bound by how fast the matrix is read; the choice of the best logit."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ FIRST = -(1 << 31)
 
 
 @jit
-def put(p, y, row, out, value):  # type: ignore[no-untyped-def]
+def put(p, y, row, out, value):
     """y[row, out] = value * scale + bias."""
     if p[4] != 0:
         value *= load(f32_at(p[4]), out)
@@ -20,11 +20,11 @@ def put(p, y, row, out, value):  # type: ignore[no-untyped-def]
 
 
 @jit
-def multiply(p, x, weight, y):  # type: ignore[no-untyped-def]
+def multiply(p, x, weight, y):
     """y = x W^T * scale + bias for a few rows.
 
-    p[2] `x` T [rows, in]; p[3] `weight` W [out, in]; p[4] scale fp32 [out] or 0; p[5] bias fp32 [out] or 0; p[6] `y` T
-    [rows, out]; p[7] rows, p[8] out, p[9] in, p[10] outputs per piece; p[11] scratch fp32 [threads, rows * in].
+    p[2] `x` T [rows, in]; p[3] `weight` int8 [out, in]; p[4] scale fp32 [out] or 0; p[5] bias fp32 [out] or 0; p[6] `y`
+    T [rows, out]; p[7] rows, p[8] out, p[9] in, p[10] outputs per piece; p[11] scratch fp32 [threads, rows * in].
     """
     rows, outs, size, per_piece = p[7], p[8], p[9], p[10]
     wide = shift(f32_at(p[11]), take(p, 1) * rows * size)
@@ -61,22 +61,7 @@ def multiply(p, x, weight, y):  # type: ignore[no-untyped-def]
 
 
 @jit
-def widen(p, y):  # type: ignore[no-untyped-def]
-    """y = weight * scale: p[2] `weight` int8 [outs, in], p[3] scale fp32 [outs], p[4] `y` T [outs, in]; p[5] outs,
-    p[6] in, p[7] outputs per piece."""
-    outs, size, per_piece = p[5], p[6], p[7]
-    while True:
-        start = take(p, 0) * per_piece
-        if start >= outs:
-            break
-        for out in range(start, min(start + per_piece, outs)):
-            w, target, scale = shift(i8_at(p[2]), out * size), shift(y, out * size), load(f32_at(p[3]), out)
-            for i in range(size):
-                store(target, i, load(w, i) * scale)
-
-
-@jit
-def best(p, x):  # type: ignore[no-untyped-def]
+def best(p, x):
     """Largest element of every part of every row, and the first place that has it.
 
     p[2] `x` T [rows, size]; p[3] int64 [rows, parts, 2] for (order of the value, place); p[4] rows, p[5] size, p[6]
@@ -100,33 +85,17 @@ def best(p, x):  # type: ignore[no-untyped-def]
         result[1] = place
 
 
-def multiply_bf16(p):  # type: ignore[no-untyped-def]
-    multiply(p, bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[6]))
-
-
-def multiply_f32(p):  # type: ignore[no-untyped-def]
-    multiply(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[6]))
-
-
-def multiply_i8_bf16(p):  # type: ignore[no-untyped-def]
+def multiply_i8_bf16(p):
     multiply(p, bf16_at(p[2]), i8_at(p[3]), bf16_at(p[6]))
 
 
-def multiply_i8_f32(p):  # type: ignore[no-untyped-def]
+def multiply_i8_f32(p):
     multiply(p, f32_at(p[2]), i8_at(p[3]), f32_at(p[6]))
 
 
-def widen_bf16(p):  # type: ignore[no-untyped-def]
-    widen(p, bf16_at(p[4]))
-
-
-def widen_f32(p):  # type: ignore[no-untyped-def]
-    widen(p, f32_at(p[4]))
-
-
-def best_bf16(p):  # type: ignore[no-untyped-def]
+def best_bf16(p):
     best(p, bf16_at(p[2]))
 
 
-def best_f32(p):  # type: ignore[no-untyped-def]
+def best_f32(p):
     best(p, f32_at(p[2]))

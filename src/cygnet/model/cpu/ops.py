@@ -105,9 +105,7 @@ class NumbaOps:
         rows, size = x.shape
         parts = -(-size // PIECE)
         found = torch.empty(rows, parts, 2, dtype=torch.int64)
-        self._kernel("best", x.dtype)(
-            _threads(rows * size), x.data_ptr(), found.data_ptr(), rows, size, parts, PIECE
-        )
+        self._kernel("best", x.dtype)(_threads(rows * size), x.data_ptr(), found.data_ptr(), rows, size, parts, PIECE)
         values, places = found.unbind(-1)
         return places.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
 
