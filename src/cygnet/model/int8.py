@@ -37,7 +37,7 @@ class Int8Weight:
             rows = slice(start, start + step)
             wide = weight[rows].float()
             self.scale[rows] = wide.abs().amax(1).div_(127).clamp_min_(_TINY)
-            self.weight[rows] = wide.div_(self.scale[rows, None]).round_().to(torch.int8)
+            self.weight[rows] = wide.div(self.scale[rows, None]).round_().to(torch.int8)
         self._packed: Tensor | None = None
         if keep_packed and can_pack(weight.dtype, weight.device.type):
             self._packed = pack(self._wide(slice(None), weight.dtype))

@@ -7,7 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cygnet.base.errors import ConfigError
 from cygnet.base.registry import Registry
+from cygnet.model.cpu.kernels import SUFFIX, numba_works
 from cygnet.model.description import AttentionSpec
 from cygnet.model.layers import RmsNorm, activation, gated, wide_dtype
 from cygnet.model.rope import Cos, Sin, rotate
@@ -84,9 +86,9 @@ def value_heads(spec: AttentionSpec, qkv: Tensor) -> Tensor:
 def select_ops(name: str, device: torch.device, dtype: torch.dtype) -> StepOps:
     """The step kernels called `name`; `auto` takes the fastest that work here. Raises `ConfigError` if unknown."""
     if name == "auto":
-        from cygnet.model.cpu.kernels import SUFFIX, numba_works
-
         name = "numba" if device.type == "cpu" and dtype in SUFFIX and numba_works() else "torch"
-    if name not in STEP_OPS:
+    if name == "numba":
+        if not numba_works():
+            raise ConfigError("step kernels 'numba' need numba: pip install 'cygnet[cpu]', or use 'torch'")
         import_module("cygnet.model.cpu.ops")
     return STEP_OPS.get(name)()
