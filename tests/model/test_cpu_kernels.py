@@ -31,7 +31,7 @@ def numba_ops() -> StepOps:
 
 
 @pytest.fixture(autouse=True, params=["alone", "team"])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test on one thread and, in the smallest pieces, on three."""
     if request.param == "team" and numba_works():
         from cygnet.model.cpu import ops
@@ -39,7 +39,6 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(ops, "ALONE", 0)
         monkeypatch.setattr(ops, "PIECE", 5)
         monkeypatch.setattr(ops, "num_threads", lambda: 3)
-    yield
 
 
 def norm(size: int, generator: torch.Generator, rows: int = 1) -> RmsNorm:
@@ -125,7 +124,9 @@ def test_heads(
 @given(rows=st.integers(1, 9), size=sizes, scale=st.sampled_from([1.0, 30.0]), seed=st.integers(0, 99))
 def test_gated(dtype: torch.dtype, name: str, rows: int, size: int, scale: float, seed: int) -> None:
     x = (torch.randn(rows, 2 * size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-    got, want = numba_ops().gated(x, name), TorchOps().gated(x, name)
+    # In fp64 where the kernel does it: torch's own tanh form loses digits where the gate closes.
+    exact = x if name == "gelu" else x.double()
+    got, want = numba_ops().gated(x, name), TorchOps().gated(exact, name).to(dtype)
     tolerance = 5e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
