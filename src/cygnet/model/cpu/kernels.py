@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import logging
 import struct
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from cygnet.model.cache_dir import default_cache_dir
 from cygnet.model.cpu.team import caller_of, find_launch
+
+log = logging.getLogger("cygnet.model")
 
 SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
 """Dtypes that kernels exist for."""
@@ -37,8 +40,11 @@ def numba_works() -> bool:
         Kernel("gated", torch.float32)(1, x.data_ptr(), out.data_ptr(), 1, 2, 1, 0)
         want = torch.nn.functional.silu(x[:, :2]) * x[:, 2:]
         return bool(torch.allclose(out, want, atol=1e-5))
-    except Exception:
+    except ImportError:
+        return False
+    except Exception as error:
         # Whatever a compiler that does not fit this machine or Python raises: torch does the work then.
+        log.warning("numba is installed but does not work here, so plain torch is used: %s", error)
         return False
 
 
