@@ -143,11 +143,11 @@ class Limits:
     flops_per_s: float
 
     @staticmethod
-    def measure() -> "Limits":
+    def measure(clock: Callable[[], float]) -> "Limits":
         big = torch.ones(96 << 20)
         a, b = torch.randn(1024, 2048).bfloat16(), torch.randn(4096, 2048).bfloat16()
-        read = big.nbytes / best(lambda: big.sum())
-        flops = 2 * a.shape[0] * b.numel() / best(lambda: torch.nn.functional.linear(a, b))
+        read = big.nbytes / best(lambda: big.sum(), clock)
+        flops = 2 * a.shape[0] * b.numel() / best(lambda: torch.nn.functional.linear(a, b), clock)
         return Limits(read, flops)
 
     def tokens_per_s(self, model: HybridModel, point: Point) -> float:
@@ -173,16 +173,18 @@ class Limits:
         return point.batch / step
 
 
-def best(work: Callable[[], object], count: int = 5) -> float:
+def best(work: Callable[[], object], clock: Callable[[], float], count: int = 5) -> float:
     times = []
     for _ in range(count + 1):
-        started = perf_counter()
+        started = clock()
         work()
-        times.append(perf_counter() - started)
+        times.append(clock() - started)
     return min(times[1:])
 
 
-def measure(subjects: list[Subject], points: list[Point], rounds: int) -> list[dict[str, object]]:
+def measure(
+    subjects: list[Subject], points: list[Point], rounds: int, clock: Callable[[], float]
+) -> list[dict[str, object]]:
     """Rounds of all variants in turn, per point; prints a line per point."""
     results: list[dict[str, object]] = []
     width = max(10, *(len(subject.name) for subject in subjects))
@@ -191,7 +193,7 @@ def measure(subjects: list[Subject], points: list[Point], rounds: int) -> list[d
         times: dict[str, list[float]] = {subject.name: [] for subject in subjects}
         limits = []
         for _ in range(rounds):
-            limits.append(Limits.measure())
+            limits.append(Limits.measure(clock))
             for subject in subjects:
                 times[subject.name].append(statistics.median(subject.run(point)))
         done = point.context if point.prefill else point.batch
@@ -236,7 +238,7 @@ def main() -> int:
         points = [point for point in points if any(part in point.name for part in options.points)]
     clock = process_time if options.cpu_time else perf_counter
     subjects = [Subject(name, points, clock) for name in options.variants]
-    results = measure(subjects, points, options.rounds or (3 if options.quick else 5))
+    results = measure(subjects, points, options.rounds or (3 if options.quick else 5), clock)
     if options.json:
         config = {"cpu_time": options.cpu_time, "variants": options.variants, "quick": options.quick}
         report = {"config": config, "environment": environment(options.threads), "results": results}
