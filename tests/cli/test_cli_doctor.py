@@ -32,7 +32,7 @@ GOOD = Machine(
     shm_bytes=16 << 30,
     gpus=(),
     torch=TorchBuild("2.13.0+cpu", None),
-    extras={"gemma": True, "smollm2": True, "dev": False},
+    extras={"cpu": True, "gemma": True, "smollm2": True, "dev": False},
     port_user=None,
 )
 A_GPU = Gpu("A GPU", 80 << 30)
@@ -58,6 +58,7 @@ def test_a_good_machine_is_all_ok() -> None:
     ("name", "status", "changes", "sets", "remedy"),
     [
         ("python", "fail", {"python": (3, 10, 0)}, [], "PYTHON="),
+        ("cpu kernels", "warn", {"extras": {"cpu": False, "gemma": True}}, [], "cygnet[cpu]"),
         ("cpu bf16", "warn", {"cpu_flags": frozenset({"avx2"})}, [], "--dtype"),
         ("threads", "warn", {"cpu_quota": 2.0}, [], "engine.num_threads=2"),
         ("threads", "warn", {"usable_cpus": 4}, ["engine.num_threads=8"], "engine.num_threads=4"),

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from cygnet.base.errors import ConfigError
-from cygnet.model import kernels
+from cygnet.model import kernels, ops
 from cygnet.model.attention import ATTENTION_BACKENDS, backend, select_backend
+from cygnet.model.attention.numba_cpu import NumbaBackend
 from cygnet.model.attention.torch_cpu import TorchBackend
+from cygnet.model.kernels.ops import TritonOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -18,6 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_auto(monkeypatch: pytest.MonkeyPatch, device: torch.device, available: bool, chosen: str) -> None:
     made: list[str] = []
     monkeypatch.setattr(backend, "triton_available", lambda: available)
+    monkeypatch.setattr("cygnet.model.cpu.kernels.numba_works", lambda: False)
     monkeypatch.setattr(ATTENTION_BACKENDS, "get", lambda name: lambda: made.append(name))
     select_backend("auto", device)
     assert made == [chosen]
@@ -37,16 +40,17 @@ def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         select_backend("triton", CPU)
 
 
-def test_cpus_and_fp64_keep_the_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "triton_available", lambda: True)
-    monkeypatch.setattr(kernels, "triton_kernels", lambda: "kernels")
-    assert kernels.kernels_for(CPU, torch.bfloat16) is None
-    assert kernels.kernels_for(CUDA, torch.float64) is None
-    assert kernels.kernels_for(CUDA, torch.bfloat16) == "kernels"
-    monkeypatch.setattr(kernels, "triton_available", lambda: False)
-    assert kernels.kernels_for(CUDA, torch.bfloat16) is None
+def test_only_gpus_get_triton_step_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "triton_available", lambda: True)
+    monkeypatch.setattr(ops, "require_triton", lambda: None)
+    monkeypatch.setattr("cygnet.model.kernels.ops.triton_kernels", lambda: None)
+    assert not isinstance(ops.select_ops("auto", CPU, torch.bfloat16), TritonOps)
+    assert isinstance(ops.select_ops("auto", CUDA, torch.float64), ops.TorchOps)
+    assert isinstance(ops.select_ops("auto", CUDA, torch.bfloat16), TritonOps)
+    monkeypatch.setattr(ops, "triton_available", lambda: False)
+    assert isinstance(ops.select_ops("auto", CUDA, torch.bfloat16), ops.TorchOps)
 
 
-def test_the_default_backend_is_unchanged() -> None:
-    assert isinstance(select_backend("auto", CPU), TorchBackend)
+def test_cpus_keep_their_backend() -> None:
+    assert isinstance(select_backend("auto", CPU), TorchBackend | NumbaBackend)
     assert "triton" in ATTENTION_BACKENDS

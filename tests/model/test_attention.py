@@ -1,4 +1,4 @@
-"""The `torch` backend against the spelled-out reference, over generated batches with poisoned dead slots."""
+"""Every backend against the spelled-out reference, over generated batches with poisoned dead slots."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cygnet.base.errors import ConfigError
-from cygnet.model.attention import ATTENTION_BACKENDS, select_backend, step_plan, torch_cpu
+from cygnet.model.attention import ATTENTION_BACKENDS, numba_cpu, select_backend, step_plan, torch_cpu
 from cygnet.model.attention.step_plan import plan_step
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.cpu.kernels import numba_works
 from cygnet.model.description import AttentionSpec, RopeSpec
 
 
@@ -109,34 +110,46 @@ def run(backend_name: str, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor
     return out, layer
 
 
+NEEDS = {"numba": pytest.mark.skipif(not numba_works(), reason="needs numba")}
+BACKENDS = [
+    pytest.param(name, marks=NEEDS.get(name, ())) for name in ATTENTION_BACKENDS if name not in ("reference", "triton")
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tiles", ["small", "default"])
 @settings(deadline=None, max_examples=60)
 @given(case=cases())
-def test_torch_backend_equals_the_reference(tiles: str, case: Case) -> None:
+def test_backend_equals_the_reference(backend: str, tiles: str, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if tiles == "small":
+            patch.setattr(numba_cpu, "ALONE", 0)
+            patch.setattr(numba_cpu, "KEYS_PER_PART", 3)
+            patch.setattr(numba_cpu, "num_threads", lambda: 3)
             patch.setattr(torch_cpu, "QUERY_TILE", 5)
             patch.setattr(torch_cpu, "KEY_TILE", 7)
             patch.setattr(step_plan, "DECODE_ELEMENTS", 400)
-        got, got_kv = run("torch", case, torch.float32)
+        got, got_kv = run(backend, case, torch.float32)
     want, want_kv = run("reference", case, torch.float32)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(got_kv.key, want_kv.key, atol=0, rtol=0, equal_nan=True)
     torch.testing.assert_close(got_kv.value, want_kv.value, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(deadline=None, max_examples=25)
 @given(case=cases())
-def test_torch_backend_in_bf16(case: Case) -> None:
-    got, _ = run("torch", case, torch.bfloat16)
+def test_backend_in_bf16(backend: str, case: Case) -> None:
+    got, _ = run(backend, case, torch.bfloat16)
     want, _ = run("reference", case, torch.bfloat16)
     torch.testing.assert_close(got.float(), want.float(), atol=0.06, rtol=0.03)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(deadline=None, max_examples=20)
 @given(case=cases())
-def test_torch_backend_in_fp64(case: Case) -> None:
-    got, _ = run("torch", case, torch.float64)
+def test_backend_in_fp64(backend: str, case: Case) -> None:
+    got, _ = run(backend, case, torch.float64)
     want, _ = run("reference", case, torch.float64)
     torch.testing.assert_close(got, want, atol=1e-13, rtol=1e-12)
 
@@ -164,6 +177,6 @@ def test_decodes_of_unlike_lengths_are_not_padded_to_the_longest() -> None:
 
 
 def test_unknown_backend_is_named() -> None:
-    assert set(ATTENTION_BACKENDS) >= {"reference", "torch"}
+    assert set(ATTENTION_BACKENDS) >= {"reference", "torch", "numba"}
     with pytest.raises(ConfigError, match="attention backend 'torhc'; did you mean 'torch'"):
         select_backend("torhc", torch.device("cpu"))

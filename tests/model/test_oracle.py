@@ -5,6 +5,7 @@ The harness poisons every slot that is not live, so these tests also show that n
 
 import copy
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 import torch
@@ -45,6 +46,15 @@ def test_chunked_prefill_gives_the_oracles_logits(tiny_model: TinyModel, family:
     model = tiny_model(family)
     tokens = random_tokens(131, seed=chunk)
     got = Harness(model.build(), seed=chunk).prefill(Request(tokens), chunk)
+    assert_close(got, oracle_logits(model, tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [200, 1, 7])
+def test_plain_torch_gives_the_oracles_logits(tiny_model: TinyModel, family: str, chunk: int) -> None:
+    model = tiny_model(family)
+    tokens = random_tokens(131, seed=chunk)
+    got = Harness(model.build(backend="torch", kernels="torch"), seed=chunk).prefill(Request(tokens), chunk)
     assert_close(got, oracle_logits(model, tokens))
 
 
@@ -99,12 +109,17 @@ def test_freed_swa_blocks_are_reused(tiny_model: TinyModel) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_no_further_from_fp32_than_transformers_bf16(tiny_model: TinyModel, family: str) -> None:
-    """By the median: a router near a tie may pick another expert, which moves single rows by much."""
+    """By the median of prompts' medians: a router near a tie may pick another expert, and all that follows moves."""
     model = tiny_model(family)
-    tokens = random_tokens(80, seed=2)
-    exact = oracle_logits(model, tokens)
-    with torch.no_grad():
-        theirs = copy.deepcopy(model.oracle).to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float()
-    ours = Harness(model.build(torch.bfloat16)).prefill(Request(tokens), 23)
-    assert ours.dtype == torch.float32
-    assert (ours - exact).abs().median() < 1.25 * (theirs - exact).abs().median()
+    rounded, built = copy.deepcopy(model.oracle).to(torch.bfloat16), model.build(torch.bfloat16)
+    our_errors, their_errors = [], []
+    for seed in range(5):
+        tokens = random_tokens(80, seed=seed)
+        exact = oracle_logits(model, tokens)
+        with torch.no_grad():
+            theirs = rounded(torch.tensor([tokens])).logits[0].float()
+        ours = Harness(built).prefill(Request(tokens), 23)
+        assert ours.dtype == torch.float32
+        our_errors.append(float((ours - exact).abs().median()))
+        their_errors.append(float((theirs - exact).abs().median()))
+    assert median(our_errors) < 1.25 * median(their_errors)

@@ -125,8 +125,8 @@ class Tiny:
     oracle: PreTrainedModel
     checkpoint: FolderCheckpoint
 
-    def build(self, dtype: torch.dtype = torch.float32, backend: str = "torch") -> HybridModel:
-        return build_model(self.checkpoint, dtype=dtype, attention_backend=backend)
+    def build(self, dtype: torch.dtype = torch.float32, backend: str = "auto", kernels: str = "auto") -> HybridModel:
+        return build_model(self.checkpoint, dtype=dtype, attention_backend=backend, step_kernels=kernels)
 
 
 FAMILIES = {"gemma3": gemma3, "mimo": mimo, "gpt_oss": gpt_oss, "llama": llama}

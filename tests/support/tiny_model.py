@@ -5,11 +5,12 @@ import torch
 from cygnet.model.attention.backend import AttentionBackend
 from cygnet.model.decoder import HybridModel
 from cygnet.model.description import AttentionSpec, DenseMlp, LayerSpec, ModelDescription, MoeSpec, RopeSpec
+from cygnet.model.ops import StepOps, TorchOps
 
 WINDOW = 9
 
 
-def tiny_model(backend: AttentionBackend, *, seed: int = 0) -> HybridModel:
+def tiny_model(backend: AttentionBackend, ops: StepOps | None = None, *, seed: int = 0) -> HybridModel:
     """Full and SWA layers of unlike KV heads, K unlike V, sinks, q/k norms, sandwich norms, a dense and a MoE MLP."""
     rope = RopeSpec(1e4, 8)
     full = AttentionSpec(4, 1, 16, 8, 0.25, rope, qk_norm=True)
@@ -30,7 +31,9 @@ def tiny_model(backend: AttentionBackend, *, seed: int = 0) -> HybridModel:
         max_model_len=256,
         tied_embeddings=True,
     )
-    model = HybridModel(description, dtype=torch.float32, device=torch.device("cpu"), attention_backend=backend)
+    model = HybridModel(
+        description, dtype=torch.float32, device=torch.device("cpu"), attention_backend=backend, ops=ops or TorchOps()
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

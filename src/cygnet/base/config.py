@@ -28,12 +28,20 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "bfloat16", "float32"],
         Meta(description="weights and KV; auto: bfloat16 where the hardware has it"),
     ] = "auto"
+    weight_dtype: Annotated[
+        Literal["auto", "bfloat16", "float32", "int8"],
+        Meta(description="how matrices are kept; auto: in dtype; int8: a byte per weight, faster on CPUs, less exact"),
+    ] = "auto"
     device: Annotated[str, Meta(description="torch device: auto, cpu, cuda, cuda:1")] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt + answer in tokens; 0: the model's, or what the KV budget holds")
     ] = 0
     pack_tied_head: Annotated[
-        bool, Meta(description="on CPUs keep a second, packed copy of an LM head tied to the embedding: faster decode")
+        bool,
+        Meta(
+            description="on CPUs keep a second, packed copy of an LM head tied to the embedding (with int8 weights, of "
+            "all matrices): more memory, faster"
+        ),
     ] = True
     chat_template: Annotated[str, Meta(description="file with a Jinja chat template; empty: the model's own")] = ""
 
@@ -82,6 +90,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool, Meta(description="let a request wait for another that is computing the same prefix right now")
     ] = True
     attention_backend: Annotated[str, Meta(description="attention kernels: auto, or a registered name")] = "auto"
+    step_kernels: Annotated[
+        str, Meta(description="norms, rotation, activations: auto, or a registered name (torch, numba)")
+    ] = "auto"
     num_threads: Annotated[int, Meta(ge=0, description="compute threads; 0: the CPUs this process may use")] = 0
     audit: Annotated[
         Literal["off", "idle", "step"], Meta(description="when to re-check the bookkeeping from scratch")

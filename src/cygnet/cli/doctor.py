@@ -91,8 +91,16 @@ def _cpu(machine: "Machine", config: Config) -> Iterator[Check]:
         remedy = "nothing to change: `--dtype auto` takes float32 here; bfloat16 would halve memory but be emulated"
         text = f"no bf16 arithmetic{f', {wide} in float32' if wide else ''}: twice the memory traffic per token"
         yield Check("cpu bf16", "warn", text, remedy)
-    if "avx512_vnni" in flags or "avx_vnni" in flags:
-        yield Check("cpu int8", "ok", "VNNI is there; Cygnet keeps weights in bf16 or float32 and does not use it")
+
+
+def _kernels(machine: "Machine", config: Config) -> Iterator[Check]:
+    if machine.gpus or "cpu" not in machine.extras:
+        return
+    if machine.extras["cpu"]:
+        yield Check("cpu kernels", "ok", "numba compiles attention and what lies between matrix products")
+    else:
+        text = "numba is missing: plain torch does the work of compiled kernels, and int8 weights are slow"
+        yield Check("cpu kernels", "warn", text, "pip install 'cygnet[cpu]' (or make install)")
 
 
 def _threads(machine: "Machine", config: Config) -> Iterator[Check]:
@@ -212,6 +220,7 @@ def _port(machine: "Machine", config: Config) -> Iterator[Check]:
 _JUDGES: tuple[Callable[["Machine", Config], Iterator[Check]], ...] = (
     _python,
     _cpu,
+    _kernels,
     _threads,
     _memory,
     _kernel,

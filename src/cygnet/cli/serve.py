@@ -19,6 +19,9 @@ def serve(
     api_key: Annotated[str | None, typer.Option(metavar="KEY", help="require this key (or CYGNET_API_KEY)")] = None,
     served_model_name: Annotated[str | None, typer.Option(metavar="NAME", help="the model's name in the API")] = None,
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="auto, bfloat16 or float32 [auto]")] = None,
+    weight_dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="auto, bfloat16, float32 or int8 [auto: as dtype]")
+    ] = None,
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:1 [auto]")] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="TOKENS", help="longest prompt + answer")] = None,
     kv_cache_memory: Annotated[
@@ -38,6 +41,7 @@ def serve(
         "model.model": model,
         "model.served_name": served_model_name,
         "model.dtype": dtype,
+        "model.weight_dtype": weight_dtype,
         "model.device": device,
         "model.max_model_len": max_model_len,
         "kv.memory": kv_cache_memory,

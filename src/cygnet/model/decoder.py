@@ -1,6 +1,7 @@
 """The forward pass of a decoder-only model over paged KV, built from a `ModelDescription`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +11,11 @@ import cygnet.model.moe  # noqa: F401  (registers its MLP kind)
 from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
-from cygnet.model.kernels import kernels_for
+from cygnet.model.int8 import Int8Weight
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
+from cygnet.model.ops import StepOps
 from cygnet.model.packed import can_pack, pack, packed_linear
-from cygnet.model.rope import cos_sin, inverse_frequencies, rotate
+from cygnet.model.rope import cos_sin, inverse_frequencies
 
 Plans = Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]
 """Per group in use, its part of the batch and the backend's plan for all of its layers."""
@@ -27,7 +29,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.kernels = kernels_for(device, dtype)
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         rows = {"q": heads * spec.key_dim, "k": kv_heads * spec.key_dim, "v": kv_heads * spec.value_dim}
         hidden = description.hidden_size
@@ -61,22 +62,13 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
+        ops: StepOps,
         backend: AttentionBackend,
         plan: AttentionPlan,
         layer_kv: LayerKV,
     ) -> Tensor:
         spec, num_tokens = self.spec, x.shape[0]
-        qkv = self.qkv(x)
-        qk_heads = spec.num_heads + spec.num_kv_heads
-        qk_size = qk_heads * spec.key_dim
-        qk = qkv[:, :qk_size].view(num_tokens, qk_heads, spec.key_dim)
-        value = qkv[:, qk_size:].view(num_tokens, spec.num_kv_heads, spec.value_dim)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        if spec.value_scale != 1.0:
-            value = value * spec.value_scale
-        rotated = rotate(qk, *rope) if self.kernels is None else self.kernels.rotate(qk, *rope)
-        query, key = rotated.split((spec.num_heads, spec.num_kv_heads), dim=1)
+        query, key, value = ops.heads(spec, self.qkv(x), self.qk_norm, rope)
         attended = backend.attend(spec, query, key, value, self.sinks, plan, layer_kv)
         return self.o(attended.reshape(num_tokens, spec.num_heads * spec.value_dim))
 
@@ -111,23 +103,26 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
+        normed: Tensor,
+        next_norm: RmsNorm,
         rope: tuple[Tensor, Tensor],
+        ops: StepOps,
         backend: AttentionBackend,
         plan: AttentionPlan,
         layer_kv: LayerKV,
-    ) -> Tensor:
-        out = self.attention(self.attention_norm(x), rope, backend, plan, layer_kv)
-        if self.post_attention_norm is not None:
-            out = self.post_attention_norm(out)
-        x, normed = self.mlp_norm.of_sum(x, out)
-        out = self.mlp(normed)
-        return x + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
+    ) -> tuple[Tensor, Tensor]:
+        """The residual `x` [num_tokens, hidden_size] after this layer, and `next_norm` of it; `normed` is this layer's
+        `attention_norm` of `x`."""
+        out = self.attention(normed, rope, ops, backend, plan, layer_kv)
+        x, normed = ops.join(x, out, self.post_attention_norm, self.mlp_norm)
+        return ops.join(x, self.mlp(normed, ops), self.post_mlp_norm, next_norm)
 
 
 class HybridModel(nn.Module):
     """A decoder-only model whose layers see all earlier tokens or a window of them. Made by `loader.build_model`.
 
-    Weights are in `dtype` (bf16, fp32 or fp64), except norms, routers and sinks, which are in fp32 (fp64).
+    Weights are in `dtype` (bf16, fp32 or fp64), except norms, routers and sinks, which are in fp32 (fp64), and
+    matrices in int8 if asked for.
     One forward runs at a time; call it under `torch.inference_mode()` to spare autograd's bookkeeping.
     """
 
@@ -138,14 +133,16 @@ class HybridModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         attention_backend: AttentionBackend,
+        ops: StepOps,
     ) -> None:
         super().__init__()
         self.description = description
         self.attention_backend = attention_backend
+        self.ops = ops
         self.dtype = dtype
         self.device = device
         vocab, hidden = description.vocab_size, description.hidden_size
-        self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
+        self.embedding: nn.Parameter | None = parameter(vocab, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, description, dtype=dtype, device=device) for spec in description.layers
         )
@@ -157,12 +154,15 @@ class HybridModel(nn.Module):
             else Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, device=device)
         )
         self._packed_head: Tensor | None = None
+        self._int8_head: Int8Weight | None = None
+        """Head and embedding both, when they are tied and kept in bytes; there is no `embedding` then."""
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
         specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
         self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
 
     def weight_slots(self) -> WeightSlots:
         """Every tensor a checkpoint must bring, by Cygnet's name, with the (view of a) parameter that it fills."""
+        assert self.embedding is not None
         yield "embedding.weight", self.embedding
         yield "final_norm.weight", self.final_norm.weight
         if self.lm_head is not None:
@@ -172,12 +172,19 @@ class HybridModel(nn.Module):
                 yield f"layers.{index}.{name}", slot
 
     @torch.no_grad()
-    def finish_loading(self, *, pack_tied_head: bool = False) -> None:
-        """To be called once, when all slots are filled; see `loader.build_model` for `pack_tied_head`."""
-        if pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
+    def finish_loading(self, *, pack_tied_head: bool = False, int8: bool = False) -> None:
+        """To be called once, when all slots are filled; see `loader.build_model` for the options."""
+        if int8 and self.lm_head is None:
+            assert self.embedding is not None
+            self._int8_head = Int8Weight(self.embedding, keep_packed=pack_tied_head)
+            self.embedding = None
+        elif pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
+            assert self.embedding is not None
             self._packed_head = pack(self.embedding)
         for module in self.modules():
-            if isinstance(module, RmsNorm | Linear):
+            if isinstance(module, Linear):
+                module.finish_loading(int8=int8, keep_packed=pack_tied_head)
+            elif isinstance(module, RmsNorm):
                 module.finish_loading()
 
     def forward(self, batch: ForwardBatch, plans: Plans | None = None) -> Tensor:
@@ -185,17 +192,21 @@ class HybridModel(nn.Module):
 
         Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given.
         """
-        x = F.embedding(batch.token_ids, self.embedding)
+        x = self._embed(batch.token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         ropes = self._ropes(batch.positions)
         plans = self._plans(batch) if plans is None else plans
-        backend = self.attention_backend
-        placed = zip(self.layers, self.description.layers, self.description.layer_groups, strict=True)
-        for layer, spec, (group, index) in placed:
+        ops, backend = self.ops, self.attention_backend
+        # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
+        norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
+        x, normed = ops.join(x, None, None, norms[0])
+        placed = zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
+        for layer, next_norm, spec, (group, index) in placed:
             group_batch, plan = plans[group]
-            x = layer(x, ropes[spec.attention.rope], backend, plan, group_batch.layers[index])
-        return self.final_norm(x)
+            rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
+            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [rows, vocab_size] in fp32 (fp64 for an fp64 model) for rows of `forward`'s result."""
@@ -203,16 +214,32 @@ class HybridModel(nn.Module):
         cap = self.description.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """int64 [rows]: the likeliest next token for rows of `forward`'s result, the first of equals."""
+        if self.description.logit_softcap is not None:
+            return self.logits(hidden).argmax(dim=-1)
+        return self.ops.argmax(self._head(hidden))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self._int8_head is not None:
+            return self._int8_head.rows(token_ids, self.dtype)
+        assert self.embedding is not None
+        return F.embedding(token_ids, self.embedding)
+
     def _head(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head(hidden)
+        if self._int8_head is not None:
+            return self._int8_head.linear(hidden, None)
         if self._packed_head is not None:
             return packed_linear(hidden, self._packed_head, None)
+        assert self.embedding is not None
         return F.linear(hidden, self.embedding)
 
     def _ropes(self, positions: Tensor) -> Mapping[RopeSpec, tuple[Tensor, Tensor]]:
+        dtype = self.ops.rope_dtype(self.dtype)
         return {
-            spec: cos_sin(frequencies, positions, self.dtype, amplitude=spec.amplitude)
+            spec: cos_sin(frequencies, positions, dtype, amplitude=spec.amplitude)
             for spec, frequencies in self._frequencies.items()
         }
 

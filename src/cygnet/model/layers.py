@@ -1,6 +1,7 @@
 """Building blocks of a decoder: linear map, RMS norm, gated MLP. Inference only; no parameter requires a gradient."""
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 from cygnet.base.errors import ModelLoadError
 from cygnet.base.registry import Registry
 from cygnet.model.description import DenseMlp
-from cygnet.model.kernels import kernels_for
+from cygnet.model.int8 import Int8Weight
 from cygnet.model.packed import can_pack, pack, packed_linear
+
+if TYPE_CHECKING:
+    from cygnet.model.ops import StepOps
 
 WeightSlots = Iterator[tuple[str, Tensor]]
 """Names of the checkpoint's tensors, each with the piece of a parameter that it fills."""
@@ -29,7 +33,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class Linear(nn.Module):
     """y = x W^T + b over several outputs that share an input: `parts` names them and gives their row counts.
 
-    Once loaded, the weight is kept in packed layout only, where that works.
+    Once loaded, the weight is kept in packed layout only, where that works, or in one byte per element.
     """
 
     def __init__(
@@ -41,15 +45,21 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = parameter(rows, in_features, dtype=dtype, device=device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None
+        self._int8: Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._int8 is not None:
+            return self._int8.linear(x, self.bias)
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
-    def finish_loading(self) -> None:
-        """Replace the weight by its packed form."""
+    def finish_loading(self, *, int8: bool = False, keep_packed: bool = True) -> None:
+        """Replace the weight by its packed form, or by bytes (and, with `keep_packed`, the packed form of those)."""
+        if int8 and self.weight is not None:
+            self._int8 = Int8Weight(self.weight, keep_packed=keep_packed)
+            self.weight = None
         if self.weight is not None and can_pack(self.weight.dtype, self.weight.device.type):
             self._packed = pack(self.weight)
             self.weight = None
@@ -80,22 +90,12 @@ class RmsNorm(nn.Module):
         self.inverse_size = 1.0 / size
         shape = (size,) if rows == 1 else (rows, size)
         self.weight = parameter(*shape, dtype=wide_dtype(dtype), device=device)
-        self.kernels = kernels_for(device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kernels is not None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
         wide = x.to(self.weight.dtype)
         # A norm and a product are several times faster on CPUs than a mean of squares.
         rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(self.inverse_size).add_(self.eps)
         return (wide * rms.rsqrt_()).mul_(self.weight).to(x.dtype)
-
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x + residual, both [num_tokens, size], and its norm."""
-        if self.kernels is not None:
-            return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
-        total = x + residual
-        return total, self(total)
 
     def finish_loading(self) -> None:
         """Add the offset that the family's checkpoints leave out."""
@@ -130,7 +130,7 @@ def gated(x: Tensor, act: Callable[[Tensor], Tensor], *, limit: float | None = N
 
 
 MLPS: Registry[type[nn.Module]] = Registry("MLP kind")
-"""Modules built as `cls(spec, hidden_size, dtype=, device=)` by the spec's `kind`."""
+"""Modules built as `cls(spec, hidden_size, dtype=, device=)` by the spec's `kind`, and called as `mlp(x, ops)`."""
 
 
 @MLPS.register(DenseMlp.kind)
@@ -140,16 +140,13 @@ class DenseMlpLayer(nn.Module):
     def __init__(self, spec: DenseMlp, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = spec.intermediate_size
-        self.act = activation(spec.activation)
-        self.activation = spec.activation
-        self.kernels = kernels_for(device, dtype)
+        self.act = spec.activation
+        activation(self.act)  # an unknown one is an error now
         self.gate_up = Linear(hidden_size, {"gate": size, "up": size}, bias=spec.bias, dtype=dtype, device=device)
         self.down = Linear(size, {"down": hidden_size}, bias=spec.bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kernels is not None and self.kernels.supports_activation(self.activation):
-            return self.down(self.kernels.gated(self.gate_up(x), self.activation))
-        return self.down(gated(self.gate_up(x), self.act))
+    def forward(self, x: Tensor, ops: "StepOps") -> Tensor:
+        return self.down(ops.gated(self.gate_up(x), self.act))
 
     def weight_slots(self) -> WeightSlots:
         yield from self.gate_up.weight_slots()

@@ -9,6 +9,7 @@ from cygnet.base.errors import ModelLoadError
 from cygnet.model.attention import select_backend
 from cygnet.model.checkpoint import Checkpoint
 from cygnet.model.decoder import HybridModel
+from cygnet.model.ops import select_ops
 from cygnet.model.registry import Family, Ignored, family_of
 
 Progress = Callable[[int, int], None]
@@ -23,13 +24,18 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     attention_backend: str = "auto",
+    step_kernels: str = "auto",
     progress: Progress | None = None,
     pack_tied_head: bool = False,
+    int8: bool = False,
 ) -> HybridModel:
     """Build the checkpoint's model with weights in `dtype` on `device`; each weight is in memory once.
 
     `pack_tied_head` makes one exception: a tied head gets a copy in the layout that CPUs read fastest, which is worth
     `vocab_size * hidden_size` elements of memory where decoding speed matters more.
+
+    `int8` rounds matrices (not those of experts) to one byte per weight; CPUs only. With `pack_tied_head` their rounded
+    values are kept packed in `dtype` as well, for steps of many tokens.
 
     Raises `ModelLoadError` for an unsupported config, and, with names, for tensors that are missing, unknown, doubled
     or of a wrong shape. Raises `ConfigError` for an unknown attention backend.
@@ -39,9 +45,10 @@ def build_model(
     description = family.describe(checkpoint.config)
     family.check_weights(checkpoint.config)
     backend = select_backend(attention_backend, device)
-    model = HybridModel(description, dtype=dtype, device=device, attention_backend=backend)
+    ops = select_ops(step_kernels, device, dtype)
+    model = HybridModel(description, dtype=dtype, device=device, attention_backend=backend, ops=ops)
     _fill(model, family, checkpoint, progress)
-    model.finish_loading(pack_tied_head=pack_tied_head)
+    model.finish_loading(pack_tied_head=pack_tied_head, int8=int8)
     return model.eval()
 
 

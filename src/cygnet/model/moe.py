@@ -1,12 +1,17 @@
 """Mixture of experts: routing in fp32, then one pair of products per expert that got tokens."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cygnet.model.description import MoeSpec
-from cygnet.model.kernels import MoeParameters, kernels_for
+from cygnet.model.kernels import MoeParameters
 from cygnet.model.layers import MLPS, WeightSlots, activation, gated, parameter, wide_dtype
+
+if TYPE_CHECKING:
+    from cygnet.model.ops import StepOps
 
 _TINY = 1e-20
 
@@ -18,8 +23,8 @@ class MoeLayer(nn.Module):
     def __init__(self, spec: MoeSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
-        self.act = activation(spec.activation)
-        self.kernels = kernels_for(device, dtype)
+        self.act = spec.activation
+        activation(self.act)  # an unknown one is an error now
         wide, size = wide_dtype(dtype), spec.intermediate_size
         experts = spec.num_experts
         self.router = parameter(experts, hidden_size, dtype=wide, device=device)
@@ -60,10 +65,11 @@ class MoeLayer(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.router.dtype), self.router, self.router_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kernels is not None and self.kernels.supports_activation(self.spec.activation):
-            learned = MoeParameters(self.gate_up, self.down, self.selection_bias, self.gate_up_bias, self.down_bias)
-            return self.kernels.moe(self.spec, x, self._logits(x), learned)
+    def forward(self, x: Tensor, ops: "StepOps") -> Tensor:
+        learned = MoeParameters(self.gate_up, self.down, self.selection_bias, self.gate_up_bias, self.down_bias)
+        fused = ops.experts(self.spec, x, self._logits, learned)
+        if fused is not None:
+            return fused
         experts, weights = self.route(x)
         top_k = self.spec.top_k
         # Sorting the token-expert pairs by expert makes each expert's inputs one slice.
@@ -76,17 +82,21 @@ class MoeLayer(nn.Module):
             if count == 0:
                 continue
             rows = slice(start, start + count)
-            self._expert(expert, inputs[rows], out=sorted_outputs[rows])
+            self._expert(expert, inputs[rows], ops, out=sorted_outputs[rows])
             start += count
         outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
         outputs = outputs.view(-1, top_k, x.shape[-1]).to(weights.dtype)
         return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1).to(x.dtype)
 
-    def _expert(self, expert: int, x: Tensor, *, out: Tensor) -> None:
+    def _expert(self, expert: int, x: Tensor, ops: "StepOps", *, out: Tensor) -> None:
         """One expert's MLP over `x` [tokens, hidden_size], into `out` of the same shape."""
         bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
         projected = F.linear(x, self.gate_up[expert], bias)
-        hidden = gated(projected, self.act, limit=self.spec.limit, up_offset=self.spec.up_offset)
+        spec = self.spec
+        if spec.limit is None and spec.up_offset == 0.0:
+            hidden = ops.gated(projected, self.act)
+        else:
+            hidden = gated(projected, activation(self.act), limit=spec.limit, up_offset=spec.up_offset)
         torch.mm(hidden, self.down[expert].t(), out=out)
         if self.down_bias is not None:
             out.add_(self.down_bias[expert])

@@ -6,7 +6,7 @@ from cygnet.engine.graph_buckets import Buckets
 from cygnet.model.attention.reference import ReferenceBackend
 from cygnet.model.attention.triton_paged import TritonBackend
 from cygnet.model.decoder import HybridModel
-from cygnet.model.kernels import triton_kernels
+from cygnet.model.kernels.ops import TritonOps
 from model.harness import Harness, Request
 from support.graph_checks import BLOCK_SIZE, check_decodes, graphed_harness
 from support.graph_device import FakeGraphDevice
@@ -14,15 +14,8 @@ from support.tiny_model import tiny_model
 
 
 def fused_model(backend: TritonBackend) -> HybridModel:
-    """As layers are built on a GPU."""
-    model = tiny_model(backend)
-    changed = 0
-    for module in model.modules():
-        if hasattr(module, "kernels"):
-            module.kernels = triton_kernels()
-            changed += 1
-    assert changed > 12
-    return model
+    """As on a GPU."""
+    return tiny_model(backend, TritonOps())
 
 
 def test_chunked_prefill_and_rebuild() -> None:

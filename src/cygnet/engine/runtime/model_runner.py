@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cygnet.base.ids import RequestId
 from cygnet.engine.plan import NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
 from cygnet.engine.request import Request
-from cygnet.engine.runtime.sampler import SamplingState, sample
+from cygnet.engine.runtime.sampler import SamplingState, all_plain_greedy, sample
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.decoder import HybridModel
@@ -101,9 +101,13 @@ class ModelRunner:
         if not wanted:
             return {}
         rows = [self._rows[request_id] for request_id, _ in wanted]
-        logits = self._model.logits(hidden[torch.tensor([end for _, end in wanted], device=hidden.device)])
+        last = hidden[torch.tensor([end for _, end in wanted], device=hidden.device)]
         counts = [row.num_tokens - row.num_prompt_tokens for row in rows]
-        tokens = sample(logits, [row.sampling for row in rows], counts)
+        states = [row.sampling for row in rows]
+        if all_plain_greedy(states, counts):  # without a copy of all logits in fp32
+            tokens = [SampledToken(token) for token in self._model.greedy(last).tolist()]
+        else:
+            tokens = sample(self._model.logits(last), states, counts)
         for row, token in zip(rows, tokens, strict=True):
             row.append(token.token_id)
         return {request_id: token for (request_id, _), token in zip(wanted, tokens, strict=True)}

@@ -65,7 +65,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState], num_outputs: Sequenc
     `logits` [rows, vocab] in fp32 is left as it is; `num_outputs[r]` is how many output tokens row `r` has already.
     Log probabilities are those of the unmodified logits.
     """
-    if all(_plain_greedy(state, count) for state, count in zip(states, num_outputs, strict=True)):
+    if all_plain_greedy(states, num_outputs):
         tokens = logits.argmax(dim=-1).tolist()
         return [SampledToken(token) for token in tokens]
     chosen = []
@@ -73,6 +73,11 @@ def sample(logits: Tensor, states: Sequence[SamplingState], num_outputs: Sequenc
         token = _choose(row, state, count)
         chosen.append(SampledToken(token, _logprobs(row, token, state.params.logprobs)))
     return chosen
+
+
+def all_plain_greedy(states: Sequence[SamplingState], num_outputs: Sequence[int]) -> bool:
+    """Whether the largest logit is all that is asked for, in every row."""
+    return all(_plain_greedy(state, count) for state, count in zip(states, num_outputs, strict=True))
 
 
 def _plain_greedy(state: SamplingState, num_outputs: int) -> bool:

@@ -49,6 +49,23 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
+def choose_weights(config: Config, device: torch.device) -> tuple[torch.dtype, bool]:
+    """What the model computes in, and whether its matrices are kept in int8.
+
+    `model.weight_dtype` of bfloat16 or float32 is another way to say `model.dtype`.
+    """
+    weights, dtype = config.model.weight_dtype, config.model.dtype
+    if weights == "int8":
+        if device.type != "cpu":
+            raise ConfigError("model.weight_dtype = 'int8' is for CPUs; with a GPU use auto")
+        return choose_dtype(dtype, device), True
+    if "auto" not in (weights, dtype) and weights != dtype:
+        raise ConfigError(
+            f"model.weight_dtype = {weights!r} and model.dtype = {dtype!r} differ; set one of them, or both alike"
+        )
+    return choose_dtype(weights if dtype == "auto" else dtype, device), False
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes free on the device now."""
     if device.type == "cuda":
@@ -126,7 +143,7 @@ def load_engine(
     Raises `ConfigError` or `ModelLoadError` with the remedy.
     """
     device = choose_device(config.model.device)
-    dtype = choose_dtype(config.model.dtype, device)
+    dtype, int8 = choose_weights(config, device)
     if device.type == "cpu":
         torch.set_num_threads(config.engine.num_threads or usable_cpus())
     report("finding the model", 0, 0)
@@ -136,7 +153,9 @@ def load_engine(
         dtype=dtype,
         device=device,
         attention_backend=config.engine.attention_backend,
+        step_kernels=config.engine.step_kernels,
         pack_tied_head=config.model.pack_tied_head,
+        int8=int8,
         progress=lambda done, total: report("loading weights", done, total),
     )
     engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids)

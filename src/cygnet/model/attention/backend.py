@@ -69,5 +69,10 @@ def select_backend(name: str, device: torch.device) -> AttentionBackend:
     Raises `ConfigError` if it is unknown or can't run here.
     """
     if name == "auto":
-        name = "triton" if device.type == "cuda" and triton_available() else "torch"
+        from cygnet.model.cpu.kernels import numba_works
+
+        if device.type == "cuda":
+            name = "triton" if triton_available() else "torch"
+        else:
+            name = "numba" if device.type == "cpu" and numba_works() else "torch"
     return ATTENTION_BACKENDS.get(name)()

@@ -1,5 +1,6 @@
 """Which slots each request of a step reads, worked out once for all layers of a group."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +70,15 @@ class _Decode:
     num_keys: int
 
 
-def plan_step(spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch) -> StepPlan:
-    """Sort the requests of a step into chunks and batches of decodes. Cost: O(keys read)."""
+def plan_step(
+    spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch, requests: Iterable[int] | None = None
+) -> StepPlan:
+    """Sort `requests` (by default all of the step) into chunks and batches of decodes. Cost: O(keys read)."""
     chunks: list[ChunkPlan] = []
     decodes: list[_Decode] = []
     limit = max(1, DECODE_ELEMENTS // (spec.num_kv_heads * (spec.key_dim + spec.value_dim)))
-    for request, seq_len in enumerate(batch.seq_lens):
+    for request in range(batch.num_requests) if requests is None else requests:
+        seq_len = batch.seq_lens[request]
         start_row, end_row = batch.query_start[request], batch.query_start[request + 1]
         if end_row == start_row:
             continue

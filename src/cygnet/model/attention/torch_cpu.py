@@ -14,6 +14,8 @@ query may read. The query heads that share a KV head are folded into the rows of
     decodes       requests of similar length together, short ones padded with their own (live) newest slot
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -69,15 +71,26 @@ class TorchBackend:
         layer_kv: LayerKV,
     ) -> Tensor:
         write_kv(layer_kv, plan.slot_mapping, key, value)
-        query = query * spec.scale
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
         for decode in plan.decodes:
-            out[decode.rows] = self._decode(spec, query[decode.rows], sinks, decode, layer_kv)
-        for chunk in plan.chunks:
-            rows = slice(chunk.start_row, chunk.end_row)
-            attend_chunk = self._full_chunk if spec.window is None else self._band_chunk
-            attend_chunk(spec, query[rows], sinks, chunk, layer_kv, out[rows])
+            out[decode.rows] = self._decode(spec, query[decode.rows] * spec.scale, sinks, decode, layer_kv)
+        self.attend_chunks(spec, query, sinks, plan.chunks, layer_kv, out)
         return out
+
+    def attend_chunks(
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        sinks: Tensor | None,
+        chunks: Iterable[ChunkPlan],
+        layer_kv: LayerKV,
+        out: Tensor,
+    ) -> None:
+        """The chunks' rows of `query` [num_tokens, num_heads, key_dim] into those of `out`; their KV is written."""
+        attend_chunk = self._full_chunk if spec.window is None else self._band_chunk
+        for chunk in chunks:
+            rows = slice(chunk.start_row, chunk.end_row)
+            attend_chunk(spec, query[rows] * spec.scale, sinks, chunk, layer_kv, out[rows])
 
     def _gather(self, layer_kv: LayerKV, index: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
         """K [*shape, key_dim] and V [*shape, value_dim] of the head rows `index`."""

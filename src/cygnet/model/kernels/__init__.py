@@ -1,7 +1,6 @@
-"""Fused kernels for GPUs, written in Triton, and the small interface by which layers use them.
+"""Fused kernels for GPUs, written in Triton, and the small interface by which `ops.TritonOps` uses them.
 
-Layers ask `kernels_for(device, dtype)` once, when they are built. They get `None` on CPUs (and wherever Triton is
-missing) and then run their plain PyTorch code. Nothing here imports Triton until a kernel is needed.
+Nothing here imports Triton until a kernel is needed.
 
 **Not run on a GPU.** The kernels are checked in Triton's interpreter, on the CPU, against plain PyTorch code, and
 compiled for several GPU architectures without being run there; see docs/gpu.md.
@@ -90,13 +89,6 @@ def require_triton() -> None:
         raise ConfigError(
             "the Triton kernels need a GPU, and torch sees none here; use engine.attention_backend = 'auto'"
         )
-
-
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """Fused kernels for layers with weights in `dtype` on `device`; `None` where plain PyTorch code is to be used."""
-    if device.type != "cuda" or dtype not in FLOAT_DTYPES or not triton_available():
-        return None
-    return triton_kernels()
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,171 @@
+"""Decodes by a compiled kernel that reads paged KV in place; chunks of several tokens as in the `torch` backend.
+
+Registered always; made only where numba works.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cygnet.base.errors import ConfigError
+from cygnet.model.attention.backend import ATTENTION_BACKENDS
+from cygnet.model.attention.step_plan import StepPlan, plan_step
+from cygnet.model.attention.torch_cpu import TorchBackend
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV, write_kv
+from cygnet.model.cpu.kernels import SUFFIX, Kernel, numba_works
+from cygnet.model.cpu.team import num_threads
+from cygnet.model.description import AttentionSpec
+
+KEYS_PER_PART = 128
+"""Keys of a part of a request, at least."""
+PARTS_PER_THREAD = 4
+"""Parts that a step is cut into, per thread and about, so that no thread is left with much more than the others."""
+ALONE = 16384
+"""Keys times dimension up to which one thread is faster than waking the others."""
+_TILE = 32
+
+
+@dataclass(frozen=True)
+class NumbaPlan:
+    """A step's chunks, and what the kernel is told of its decodes."""
+
+    chunks: StepPlan
+    table: Tensor
+    """The group's block table; `decodes` holds addresses in it."""
+    decodes: np.ndarray
+    """int64 [requests, 6]: row, slot to write or -1, first key, end of keys, address of block ids, first block."""
+    parts: int
+    threads: int
+    done: np.ndarray
+    """int64 [requests * kv_heads], zeros: parts done, as the kernel counts them."""
+    scratch: Tensor
+    part_size: int
+
+
+@ATTENTION_BACKENDS.register("numba")
+class NumbaBackend:
+    """For bf16 and fp32 on CPUs; other dtypes are left to the `torch` backend. One step at a time."""
+
+    def __init__(self) -> None:
+        if not numba_works():
+            raise ConfigError("attention backend 'numba' needs numba: pip install 'cygnet[cpu]', or use 'torch'")
+        self._torch = TorchBackend()
+        self._kernels: dict[torch.dtype, Kernel] = {}
+        self._scratch = torch.empty(0)
+
+    def plan(self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch) -> NumbaPlan | StepPlan:
+        if group.layers[0].key.dtype not in SUFFIX:
+            return self._torch.plan(spec, batch, group)
+        rows = np.diff(np.array(batch.query_start))
+        single = [int(r) for r in np.flatnonzero(rows == 1)]
+        chunks = plan_step(spec, batch, group, requests=[int(r) for r in np.flatnonzero(rows > 1)])
+        decodes, num_keys, longest = self._decodes(spec, batch, group, single, write=not chunks.chunks)
+        threads = 1 if num_keys * spec.num_kv_heads * spec.key_dim <= ALONE else num_threads()
+        wanted = -(-longest * PARTS_PER_THREAD * threads // max(1, num_keys * spec.num_kv_heads))
+        parts = 1 if threads == 1 else max(1, min(wanted, longest // KEYS_PER_PART))
+        pairs = len(single) * spec.num_kv_heads
+        part_size = _padded(spec.group_size * (spec.value_dim + 2))
+        per_thread = _padded(spec.group_size * (spec.key_dim + _TILE) + 2 * _TILE)
+        return NumbaPlan(
+            chunks=chunks,
+            table=group.block_table,
+            decodes=decodes,
+            parts=parts,
+            threads=threads,
+            done=np.zeros(pairs, dtype=np.int64),
+            scratch=self._room(pairs * parts * part_size + threads * per_thread),
+            part_size=part_size,
+        )
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: NumbaPlan | StepPlan,
+        layer_kv: LayerKV,
+    ) -> Tensor:
+        if isinstance(plan, StepPlan):
+            return self._torch.attend(spec, query, key, value, sinks, plan, layer_kv)
+        out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
+        if plan.chunks.chunks:
+            write_kv(layer_kv, plan.chunks.slot_mapping, key, value)
+            self._torch.attend_chunks(spec, query, sinks, plan.chunks.chunks, layer_kv, out)
+        if len(plan.decodes):
+            self._decode(spec, query.contiguous(), key.contiguous(), value, sinks, plan, layer_kv, out)
+        return out
+
+    def _decode(
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: NumbaPlan,
+        layer_kv: LayerKV,
+        out: Tensor,
+    ) -> None:
+        if value.stride(2) != 1 or value.stride(1) != spec.value_dim:
+            value = value.contiguous()
+        kernel = self._kernels.get(query.dtype)
+        if kernel is None:
+            kernel = self._kernels[query.dtype] = Kernel("decode", query.dtype)
+        kernel(
+            plan.threads,
+            layer_kv.key.data_ptr(),
+            layer_kv.value.data_ptr(),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            plan.decodes.ctypes.data,
+            len(plan.decodes),
+            plan.parts,
+            layer_kv.key.shape[1],
+            spec.num_kv_heads,
+            spec.group_size,
+            spec.key_dim,
+            spec.value_dim,
+            plan.scratch.data_ptr(),
+            plan.part_size,
+            plan.done.ctypes.data,
+            spec.scale,
+            value.stride(0),
+        )
+
+    def _decodes(
+        self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch, requests: list[int], *, write: bool
+    ) -> tuple[np.ndarray, int, int]:
+        """Rows for the kernel, keys of all requests, keys of the longest. `write` lets the kernel write the KV."""
+        table, slots = group.block_table, group.slot_mapping
+        address, row_bytes = table.data_ptr(), table.stride(0) * table.itemsize
+        rows, num_keys, longest = [], 0, 0
+        for request in requests:
+            row, seq_len = batch.query_start[request], batch.seq_lens[request]
+            first = group.key_floor[request]
+            if spec.window is not None:
+                first = max(first, seq_len - 1 - spec.window)
+            rows.append((row, -1, first, seq_len, address + request * row_bytes, group.first_block[request]))
+            num_keys += seq_len - first
+            longest = max(longest, seq_len - first)
+        decodes = np.array(rows, dtype=np.int64).reshape(-1, 6)
+        if write:
+            decodes[:, 1] = slots.numpy()[decodes[:, 0]]
+        return decodes, num_keys, longest
+
+    def _room(self, size: int) -> Tensor:
+        """Scratch memory, kept from step to step: both groups may share it, since one layer runs at a time."""
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(2 * size)
+        return self._scratch
+
+
+def _padded(size: int) -> int:
+    """Up to a whole number of cache lines of floats."""
+    return -(-size // 16) * 16

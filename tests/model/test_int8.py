@@ -1,0 +1,99 @@
+"""int8 weights: exact rounding, every way to multiply, and whole models against their own rounded weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cygnet.base.config import resolve
+from cygnet.base.errors import ConfigError
+from cygnet.engine.runtime.setup import choose_weights
+from cygnet.model import int8
+from cygnet.model.int8 import FEW, Int8Weight
+from cygnet.model.loader import build_model
+from model.harness import Harness, Request
+from model.tiny import FAMILIES, Tiny
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def matrix(out: int, size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(out, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def restored(weight: Int8Weight) -> torch.Tensor:
+    return weight.weight.float() * weight.scale[:, None]
+
+
+@settings(deadline=None, max_examples=40)
+@given(out=st.integers(1, 70), size=st.integers(1, 70), seed=st.integers(0, 99))
+def test_each_weight_is_off_by_half_a_step_at_most(out: int, size: int, seed: int) -> None:
+    exact = matrix(out, size, seed)
+    kept = Int8Weight(exact, keep_packed=False)
+    step = exact.abs().amax(1, keepdim=True) / 127
+    assert ((restored(kept) - exact).abs() <= step * 0.501).all()
+    torch.testing.assert_close(kept.rows(torch.tensor([0, out - 1]), torch.float32), restored(kept)[[0, out - 1]])
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    kept = Int8Weight(torch.zeros(3, 8), keep_packed=True)
+    assert not kept.linear(torch.ones(1, 8), None).any()
+    assert not kept.linear(torch.ones(9, 8), None).any()
+
+
+@pytest.mark.parametrize("way", ["default", "bytes only", "no numba"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 2 * FEW + 3),
+    out=st.sampled_from([1, 5, 48, 129]),
+    size=st.sampled_from([1, 3, 16, 65]),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products(way: str, dtype: torch.dtype, rows: int, out: int, size: int, bias: bool, seed: int) -> None:
+    kept = Int8Weight(matrix(out, size, seed, dtype), keep_packed=way == "default")
+    x, b = matrix(rows, size, seed + 1, dtype), matrix(1, out, seed + 2, dtype)[0] if bias else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8, "_SLICE", 100)
+        if way == "no numba":
+            patch.setattr(int8, "numba_works", lambda: False)
+        got = kept.linear(x, b)
+    want = x.float() @ restored(kept).t() + (0 if b is None else b.float())
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), want, atol=tolerance * size**0.5, rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_model_gives_the_same_logits_in_steps_of_any_size(
+    tiny_model: Callable[[str], Tiny], family: str, packed: bool
+) -> None:
+    """fp32 activations, so that only the order of sums differs; and not far from the exact weights' logits.
+
+    By the median: a router near a tie may pick another expert.
+    """
+    tiny = tiny_model(family)
+    model = build_model(tiny.checkpoint, dtype=torch.float32, int8=True, pack_tied_head=packed)
+    tokens = torch.randint(0, 160, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = [Harness(model).prefill(Request(tokens), chunk) for chunk in (40, 7, 1)]
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=0)
+    torch.testing.assert_close(logits[2], logits[0], atol=2e-4, rtol=0)
+    exact = Harness(tiny.build()).prefill(Request(tokens), 40)
+    assert 0 < (logits[0] - exact).abs().median() < 0.3
+
+
+def test_weight_dtype_and_dtype() -> None:
+    def chosen(*sets: str, device: str = "cpu") -> tuple[torch.dtype, bool]:
+        return choose_weights(resolve(sets=sets).config, torch.device(device))
+
+    assert chosen("model.weight_dtype=int8", "model.dtype=float32") == (torch.float32, True)
+    assert chosen("model.weight_dtype=float32") == (torch.float32, False)
+    assert chosen("model.weight_dtype=bfloat16", "model.dtype=bfloat16") == (torch.bfloat16, False)
+    with pytest.raises(ConfigError, match="differ"):
+        chosen("model.weight_dtype=float32", "model.dtype=bfloat16")
+    with pytest.raises(ConfigError, match="for CPUs"):
+        chosen("model.weight_dtype=int8", device="cuda")
