@@ -14,9 +14,7 @@ Set GOMP_SPINCOUNT=10000 on a machine that others use too, as `cygnet serve` doe
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from cygnet.kv.sizing import PoolSizes
 from cygnet.model.decoder import HybridModel
 from cygnet.model.loader import build_model
 from cygnet.model.source import find_model
+from provenance import environment
 
 BLOCK, CHUNK = 16, 1024
 SWA_BLOCKS = 1200
@@ -207,21 +206,6 @@ def measure(
     return results
 
 
-def environment(threads: int) -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    ).stdout.strip()
-    return {
-        "commit": commit or "unknown",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "threads": threads,
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT"),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tokens per second of prefill and decode steps on CPUs.")
     parser.add_argument("--quick", action="store_true", help="contexts of 512 tokens only, three rounds")
@@ -241,7 +225,13 @@ def main() -> int:
     results = measure(subjects, points, options.rounds or (3 if options.quick else 5), clock)
     if options.json:
         config = {"cpu_time": options.cpu_time, "variants": options.variants, "quick": options.quick}
-        report = {"config": config, "environment": environment(options.threads), "results": results}
+        report = {
+            "config": config,
+            "environment": environment(
+                torch=torch.__version__, threads=options.threads, GOMP_SPINCOUNT=os.environ.get("GOMP_SPINCOUNT")
+            ),
+            "results": results,
+        }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

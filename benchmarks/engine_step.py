@@ -10,9 +10,6 @@ what else the machine does is not the scheduler's. `--check` fails when the medi
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tomllib
 from dataclasses import asdict, dataclass
@@ -28,6 +25,7 @@ from cygnet.engine.plan import SampledToken, StepPlan, StepResult
 from cygnet.engine.scheduler import SchedulerPolicy
 from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.sizing import PoolSizes
+from provenance import environment
 
 GEOMETRY = KVGeometry(GroupGeometry(3, 1, 256, 256, 2), GroupGeometry(15, 1, 256, 256, 2, 511))
 BLOCK = 16
@@ -102,19 +100,6 @@ def measure(running: int, steps: int) -> Result:
         scheduling.append((scheduled - started) / 1e6)
     assert core.stats().preemptions_total == 0
     return Result(running, steps, median(total), quantiles(total, n=100)[98], max(total), median(scheduling))
-
-
-def environment() -> dict[str, str]:
-    """Where the figures come from."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    ).stdout.strip()
-    return {
-        "commit": commit or "unknown",
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": str(os.cpu_count()),
-    }
 
 
 def check(results: list[Result]) -> int:

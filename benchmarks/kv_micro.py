@@ -9,9 +9,6 @@ is cached, so that two sizes of the same operation can be compared.
 import argparse
 import gc
 import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.prefix_tree import PrefixTree
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.sizing import PoolSizes
+from provenance import environment
 
 GEOMETRY = KVGeometry(GroupGeometry(3, 1, 256, 256, 2), GroupGeometry(15, 1, 256, 256, 2, 511))
 BLOCK, CHUNK = 16, 1024
@@ -147,18 +145,6 @@ def churn(bench: Bench, sessions: int, blocks: int) -> None:
             return sessions * blocks
 
         bench.time(f"churn, {count} sessions of {blocks} blocks, 3/4 fit", "block", round_trip)
-
-
-def environment() -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    ).stdout.strip()
-    return {
-        "commit": commit or "unknown",
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": str(os.cpu_count()),
-    }
 
 
 def main() -> int:

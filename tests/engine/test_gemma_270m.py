@@ -1,24 +1,20 @@
 """The real Gemma 3 270M in fp32 against transformers: prompts of 20 to 6,000 tokens, rebuilds at 10K and 20K.
-20K.
 
 Takes minutes. The oracle's weights come from our own reading of the GGUF file, which `tests/model` checks by itself.
 """
 
 import argparse
 import inspect
-from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from cygnet.base.errors import ModelLoadError
 from cygnet.base.sampling import SamplingParams
-from cygnet.base.threads import usable_cpus
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.model.decoder import HybridModel
 from cygnet.model.loader import build_model
-from cygnet.model.source import ModelSource, find_model
+from cygnet.model.source import ModelSource
+from support.gemma_oracle import gemma_oracle
 from support.scenarios import (
     Answer,
     Report,
@@ -30,7 +26,7 @@ from support.scenarios import (
     run,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("all_threads")]
 
 LENGTHS = (20, 60, 150, 300, 510, 512, 700, 1100, 1600, 2500, 4000, 6000)
 SHORT = (20, 150, 512, 700, 1600)
@@ -39,45 +35,23 @@ NUM_TOKENS = 12
 SETS = ("kv.memory=1GiB", "engine.max_num_batched_tokens=1024")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(usable_cpus())
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def model(gemma_source: ModelSource) -> HybridModel:
+    return build_model(gemma_source.checkpoint(dtype=torch.float32), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def source() -> ModelSource:
-    try:
-        return find_model("gemma3-270m")
-    except ModelLoadError as error:
-        pytest.skip(f"needs the gemma extra: {error}")
-
-
-@pytest.fixture(scope="module")
-def model(source: ModelSource) -> HybridModel:
-    return build_model(source.checkpoint(dtype=torch.float32), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def text(source: ModelSource) -> list[int]:
+def text(gemma_source: ModelSource) -> list[int]:
     """Tokens of a long real text."""
-    ids = source.tokenizer().encode(inspect.getsource(argparse))
+    ids = gemma_source.tokenizer().encode(inspect.getsource(argparse))
     assert len(ids) > 20_100
     return ids
 
 
 @pytest.fixture(scope="module")
-def answers(source: ModelSource, text: list[int]) -> dict[int, Answer]:
+def answers(gemma_source: ModelSource, text: list[int]) -> dict[int, Answer]:
     """Prompts from different places of the text, so that none is another's prefix."""
-    checkpoint = source.checkpoint(dtype=torch.float32)
-    config = {k: v for k, v in checkpoint.config.items() if k not in ("architectures", "model_type", "torch_dtype")}
-    oracle = Gemma3ForCausalLM(Gemma3TextConfig(**config)).eval()
-    missing = oracle.load_state_dict({name: tensor for name, tensor, _ in checkpoint.tensors()}, strict=False)
-    assert set(missing.missing_keys) <= {"lm_head.weight"}
-    assert missing.unexpected_keys == []
-    oracle.tie_weights()
+    oracle = gemma_oracle(gemma_source)
     bos = text[0]
     return {n: ask_oracle(oracle, [bos, *text[17 * n % 9000 :][: n - 1]], NUM_TOKENS) for n in LENGTHS}
 
