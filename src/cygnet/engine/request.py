@@ -35,7 +35,6 @@ class Request:
     num_sent_full: int = 0
     num_sent_swa: int = 0
     """Block-table entries the runner has."""
-    num_preemptions: int = 0
     finish_reason: str | None = field(default=None)
 
     @property

@@ -141,7 +141,6 @@ class Scheduler:
     def _preempt(self, victim: Request, now_ns: int) -> None:
         """Back to the queue. What it computed stays in the tree for as long as there is room."""
         self._stop(victim, now_ns)
-        victim.num_preemptions += 1
         self.stats.preemptions += 1
         self.waiting.push(victim, self._plan(victim).num_uncached_tokens)
 
