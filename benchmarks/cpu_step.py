@@ -34,6 +34,7 @@ from cygnet.kv.sizing import PoolSizes
 from cygnet.model.decoder import HybridModel
 from cygnet.model.loader import build_model
 from cygnet.model.source import find_model
+from engine_limits import Limits, ModelWork
 from provenance import environment
 
 BLOCK, CHUNK = 16, 1024
@@ -134,51 +135,11 @@ class Subject:
         return times[1:]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the machine does, measured in this run."""
-
-    read_bytes_per_s: float
-    flops_per_s: float
-
-    @staticmethod
-    def measure(clock: Callable[[], float]) -> "Limits":
-        big = torch.ones(96 << 20)
-        a, b = torch.randn(1024, 2048).bfloat16(), torch.randn(4096, 2048).bfloat16()
-        read = big.nbytes / best(lambda: big.sum(), clock)
-        flops = 2 * a.shape[0] * b.numel() / best(lambda: torch.nn.functional.linear(a, b), clock)
-        return Limits(read, flops)
-
-    def tokens_per_s(self, model: HybridModel, point: Point) -> float:
-        """The most that reading and multiplying allow."""
-        description = model.description
-        head = description.vocab_size * description.hidden_size
-        weights = description.num_parameters
-        geometry, bytes_each = description.kv_geometry(model.dtype.itemsize), model.dtype.itemsize
-        seen = min(point.context, geometry.window + 1) if geometry.has_swa else 0
-        layers = ((geometry.full, point.context), (geometry.swa, seen))
-        kv = sum(g.num_layers * g.num_kv_heads * (g.key_dim + g.value_dim) * bytes_each * keys for g, keys in layers)
-        spec = next(description.group_layers("full"))
-        per_key = 2 * spec.num_heads * (spec.key_dim + spec.value_dim)
-        if point.prefill:
-            pairs = geometry.full.num_layers * point.context / 2 + geometry.swa.num_layers * min(
-                seen, point.context / 2
-            )
-            return self.flops_per_s / (2 * (weights - head) + per_key * pairs)
-        flops = 2 * weights + per_key * sum(g.num_layers * keys for g, keys in layers)
-        step = max(
-            (weights * bytes_each + point.batch * kv) / self.read_bytes_per_s, point.batch * flops / self.flops_per_s
-        )
-        return point.batch / step
-
-
-def best(work: Callable[[], object], clock: Callable[[], float], count: int = 5) -> float:
-    times = []
-    for _ in range(count + 1):
-        started = clock()
-        work()
-        times.append(clock() - started)
-    return min(times[1:])
+def limit_of(limits: Limits, work: ModelWork, point: Point) -> float:
+    """The most tokens per second that reading and multiplying allow."""
+    if point.prefill:
+        return point.context / limits.seconds(work.prefill(point.context))
+    return point.batch / limits.seconds(work.decode(point.batch, point.context))
 
 
 def measure(
@@ -186,6 +147,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """Rounds of all variants in turn, per point; prints a line per point."""
     results: list[dict[str, object]] = []
+    work = ModelWork(subjects[0].model.description, subjects[0].model.dtype.itemsize, subjects[0].model.dtype.itemsize)
     width = max(10, *(len(subject.name) for subject in subjects))
     print(f"{'tok/s':<16}" + "".join(f"{s.name:>{width + 2}}" for s in subjects) + f"{'limit':>10}", flush=True)
     for point in points:
@@ -197,7 +159,7 @@ def measure(
                 times[subject.name].append(statistics.median(subject.run(point)))
         done = point.context if point.prefill else point.batch
         rates = {name: done / statistics.median(taken) for name, taken in times.items()}
-        limit = statistics.median(limits_.tokens_per_s(subjects[0].model, point) for limits_ in limits)
+        limit = statistics.median(limit_of(measured, work, point) for measured in limits)
         print(
             f"{point.name:<16}" + "".join(f"{rate:>{width + 2}.1f}" for rate in rates.values()) + f"{limit:>10.0f}",
             flush=True,

@@ -24,7 +24,7 @@ def matrix(out: int, size: int, seed: int, dtype: torch.dtype = torch.float32) -
 
 
 def restored(weight: Int8Weight) -> torch.Tensor:
-    return weight.weight.float() * weight.scale[:, None]
+    return weight.panels.wide(0, len(weight.panels.panels), torch.float32)
 
 
 @settings(deadline=None, max_examples=40)
@@ -47,9 +47,9 @@ def test_a_row_of_zeros_stays_zero() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(deadline=None, max_examples=40)
 @given(
-    rows=st.integers(1, 2 * FEW + 3),
-    out=st.sampled_from([1, 5, 48, 129]),
-    size=st.sampled_from([1, 3, 16, 65]),
+    rows=st.integers(1, FEW + 3),
+    out=st.sampled_from([1, 5, 64, 129]),
+    size=st.sampled_from([1, 3, 16, 65, 1100]),
     bias=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -62,7 +62,8 @@ def test_products(way: str, dtype: torch.dtype, rows: int, out: int, size: int, 
             patch.setattr(int8, "numba_works", lambda: False)
         got = kept.linear(x, b)
     want = x.float() @ restored(kept).t() + (0 if b is None else b.float())
-    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    # The kernel rounds activations to 15 bits of the row's largest.
+    tolerance = 4e-2 if dtype == torch.bfloat16 else 1e-4 if way == "no numba" else 5e-4
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), want, atol=tolerance * size**0.5, rtol=tolerance)
 
@@ -72,7 +73,7 @@ def test_products(way: str, dtype: torch.dtype, rows: int, out: int, size: int, 
 def test_a_model_gives_the_same_logits_in_steps_of_any_size(
     tiny_model: Callable[[str], Tiny], family: str, packed: bool
 ) -> None:
-    """fp32 activations, so that only the order of sums differs; and not far from the exact weights' logits.
+    """fp32 activations, rounded to 15 bits in small steps; and not far from the exact weights' logits.
 
     By the median: a router near a tie may pick another expert.
     """
@@ -80,8 +81,8 @@ def test_a_model_gives_the_same_logits_in_steps_of_any_size(
     model = build_model(tiny.checkpoint, dtype=torch.float32, int8=True, pack_tied_head=packed)
     tokens = torch.randint(0, 160, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = [Harness(model).prefill(Request(tokens), chunk) for chunk in (40, 7, 1)]
-    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=0)
-    torch.testing.assert_close(logits[2], logits[0], atol=2e-4, rtol=0)
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-2, rtol=0)
+    torch.testing.assert_close(logits[2], logits[0], atol=1e-2, rtol=0)
     exact = Harness(tiny.build()).prefill(Request(tokens), 40)
     assert 0 < (logits[0] - exact).abs().median() < 0.3
 

@@ -11,11 +11,12 @@ import cygnet.model.moe  # noqa: F401  (registers its MLP kind)
 from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
-from cygnet.model.int8 import Int8Weight
+from cygnet.model.int8 import BytePanels, Int8Weight, compiled
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
 from cygnet.model.ops import StepOps
-from cygnet.model.packed import can_pack, pack, packed_linear
+from cygnet.model.packed import PackedWeight, can_pack
 from cygnet.model.rope import cos_sin, inverse_frequencies
+from cygnet.model.screened import MOST_ROWS, ScreenedHead
 
 Plans = Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]
 """Per group in use, its part of the batch and the backend's plan for all of its layers."""
@@ -153,7 +154,8 @@ class HybridModel(nn.Module):
             if description.tied_embeddings
             else Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, device=device)
         )
-        self._packed_head: Tensor | None = None
+        self._packed_head: PackedWeight | None = None
+        self._screened_head: ScreenedHead | None = None
         self._int8_head: Int8Weight | None = None
         """Head and embedding both, when they are tied and kept in bytes; there is no `embedding` then."""
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
@@ -180,7 +182,10 @@ class HybridModel(nn.Module):
             self.embedding = None
         elif pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
             assert self.embedding is not None
-            self._packed_head = pack(self.embedding)
+            self._packed_head = PackedWeight(self.embedding)
+        if pack_tied_head and not int8 and self.lm_head is None and compiled(self.dtype):
+            assert self.embedding is not None
+            self._screened_head = ScreenedHead(BytePanels(self.embedding), self.embedding)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish_loading(int8=int8, keep_packed=pack_tied_head)
@@ -218,6 +223,8 @@ class HybridModel(nn.Module):
         """int64 [rows]: the likeliest next token for rows of `forward`'s result, the first of equals."""
         if self.description.logit_softcap is not None:
             return self.logits(hidden).argmax(dim=-1)
+        if self._screened_head is not None and hidden.shape[0] <= MOST_ROWS:
+            return self._screened_head.argmax(hidden)
         return self.ops.argmax(self._head(hidden))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -232,7 +239,7 @@ class HybridModel(nn.Module):
         if self._int8_head is not None:
             return self._int8_head.linear(hidden, None)
         if self._packed_head is not None:
-            return packed_linear(hidden, self._packed_head, None)
+            return self._packed_head.linear(hidden, None)
         assert self.embedding is not None
         return F.linear(hidden, self.embedding)
 

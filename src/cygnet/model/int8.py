@@ -1,8 +1,9 @@
-"""Weights of one byte: int8 with a scale per output. Activations are never rounded below the model's dtype.
+"""Weights of one byte: int8 with a scale per output.
 
-few rows     a compiled kernel widens the bytes as it reads them: half the memory traffic of bf16
-more rows    a packed copy of the rounded weights in the model's dtype, if one is kept; else bytes are widened slice
-             by slice
+up to `FEW` rows   a compiled kernel multiplies the bytes with activations rounded to 15 bits of a row's largest; it
+                   reads half of what bf16 weights take
+more rows          a packed copy of the rounded weights in the model's dtype, if one is kept; else bytes are widened
+                   slice by slice
 """
 
 from functools import lru_cache
@@ -13,96 +14,144 @@ from torch import Tensor
 
 from cygnet.model.cpu.kernels import SUFFIX, Kernel, numba_works
 from cygnet.model.cpu.team import num_threads
-from cygnet.model.packed import can_pack, pack, packed_linear
+from cygnet.model.packed import PackedWeight, can_pack, panels_per_piece, scratch
 
-FEW = 3
+FEW = 32
 """Rows up to which the compiled kernel is faster than a packed product in bf16."""
+PANEL = 64
+"""Outputs of a panel; see `model/cpu/vector.py`."""
+_ROWS = 4
 _SLICE = 1 << 20
-"""Weights rounded or widened at a time."""
-_PIECE = 64
+"""Weights rounded or widened at a time, in torch."""
 _TINY = 1e-20
 
 
-class Int8Weight:
+class BytePanels:
     """The matrix `weight` [out, in], rounded. Symmetric: the largest weight of an output becomes 127 or -127.
 
-    `keep_packed` spends memory (that of the matrix in its own dtype) on speed with many rows.
+    panels    int8 [out / 64, in / 2, 64, 2], both sizes rounded up and padded with zeros
+    scale     fp32 [out]
+    size_sum  largest sum of sizes of an output's bytes
     """
 
-    def __init__(self, weight: Tensor, *, keep_packed: bool) -> None:
-        self.weight = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        self.scale = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        step = max(1, _SLICE // weight.shape[1])
-        for start in range(0, weight.shape[0], step):
-            rows = slice(start, start + step)
-            wide = weight[rows].float()
-            self.scale[rows] = wide.abs().amax(1).div_(127).clamp_min_(_TINY)
-            self.weight[rows] = wide.div(self.scale[rows, None]).round_().to(torch.int8)
-        self._packed: Tensor | None = None
-        if keep_packed and can_pack(weight.dtype, weight.device.type):
-            self._packed = pack(self._wide(slice(None), weight.dtype))
+    def __init__(self, weight: Tensor) -> None:
+        self.shape = weight.shape
+        out, size = weight.shape
+        self.padded = size + size % 2
+        shape = (-(-out // PANEL), self.padded // 2, PANEL, 2)
+        self.panels = torch.empty(shape, dtype=torch.int8, device=weight.device)
+        self.scale = torch.empty(out, dtype=torch.float32, device=weight.device)
+        if compiled(weight.dtype):
+            self.size_sum = self._round(weight.contiguous())
+        else:
+            self.size_sum = self._round_in_torch(weight)
+
+    def scratch(self, rows: int, threads: int) -> tuple[int, int]:
+        """Address of scratch memory for the kernels that multiply `rows` rows, and how many bytes each thread has."""
+        each = (2 * 4 * _ROWS * PANEL + 2 * 4 * rows + 2 * rows * self.padded + 63) // 64 * 64
+        return scratch(each * threads).data_ptr(), each
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `index` [n] of the matrix, [n, in] in `dtype`."""
-        return (self.weight[index] * self.scale[index, None]).to(dtype)
+        rows = self.panels[index // PANEL, :, index % PANEL].flatten(1)[:, : self.shape[1]]
+        return (rows * self.scale[index, None]).to(dtype)
+
+    def wide(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Rows of panels `first` ... `first + count - 1`, [<= count * PANEL, in] in `dtype`."""
+        rows = self.panels[first : first + count].transpose(1, 2).flatten(2).flatten(0, 1)
+        scale = self.scale[first * PANEL : (first + count) * PANEL]
+        return (rows[: len(scale), : self.shape[1]] * scale[:, None]).to(dtype)
+
+    def _round(self, weight: Tensor) -> float:
+        sums = torch.empty_like(self.scale)
+        kernel("round_panels", weight.dtype)(
+            num_threads(),
+            weight.data_ptr(),
+            self.panels.data_ptr(),
+            self.scale.data_ptr(),
+            sums.data_ptr(),
+            *self.shape,
+            self.padded,
+            panels_per_piece(len(self.panels), num_threads()),
+        )
+        return float(sums.max())
+
+    def _round_in_torch(self, weight: Tensor) -> float:
+        self.panels.zero_()
+        count, largest = max(1, _SLICE // (PANEL * self.padded)), 0.0
+        for first in range(0, len(self.panels), count):
+            rows = slice(first * PANEL, (first + count) * PANEL)
+            wide = weight[rows].float()
+            scale = wide.abs().amax(1).clamp_min_(_TINY).div_(127)
+            rounded = F.pad(wide.div_(scale[:, None]).round_(), (0, self.padded - wide.shape[1], 0, -len(wide) % PANEL))
+            largest = max(largest, float(rounded.abs().sum(1).max()))
+            self.scale[rows] = scale
+            self.panels[first : first + count] = rounded.view(-1, PANEL, self.padded // 2, 2).transpose(1, 2)
+        return largest
+
+
+class Int8Weight:
+    """`BytePanels` to multiply with. `keep_packed` spends memory (that of the matrix in its own dtype) on speed with
+    many rows."""
+
+    def __init__(self, weight: Tensor, *, keep_packed: bool) -> None:
+        self._bytes = BytePanels(weight)
+        self._packed: PackedWeight | None = None
+        if keep_packed and can_pack(weight.dtype, weight.device.type):
+            self._packed = PackedWeight(self._bytes.wide(0, len(self._bytes.panels), weight.dtype))
+
+    @property
+    def panels(self) -> BytePanels:
+        """The rounded matrix."""
+        return self._bytes
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows `index` [n] of the matrix, [n, in] in `dtype`."""
+        return self._bytes.rows(index, dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b for `x` [rows, in], in x's dtype."""
-        x = x.contiguous()
-        if x.shape[0] <= FEW and x.dtype in SUFFIX and numba_works():
-            return self._few(x, bias)
+        if x.shape[0] <= FEW and compiled(x.dtype):
+            return self._few(x.contiguous(), bias)
         if self._packed is not None:
-            return packed_linear(x, self._packed, bias)
+            return self._packed.linear(x, bias)
         return self._widened(x, bias)
 
     def _few(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows, (out, size), threads = x.shape[0], self.weight.shape, num_threads()
-        y = x.new_empty(rows, out)
+        held, rows, threads = self._bytes, x.shape[0], num_threads()
+        y = x.new_empty(rows, held.shape[0])
         wide_bias = None if bias is None else bias.float()
-        _kernel("multiply_i8", x.dtype)(
+        kernel("multiply_i8", x.dtype)(
             threads,
             x.data_ptr(),
-            self.weight.data_ptr(),
-            self.scale.data_ptr(),
+            held.panels.data_ptr(),
+            held.scale.data_ptr(),
             0 if wide_bias is None else wide_bias.data_ptr(),
             y.data_ptr(),
             rows,
-            out,
-            size,
-            _PIECE,
-            _scratch(threads * rows * size).data_ptr(),
+            *held.shape,
+            held.padded,
+            panels_per_piece(len(held.panels), threads),
+            *held.scratch(rows, threads),
         )
         return y
 
     def _widened(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out, size = self.weight.shape
-        y = x.new_empty(x.shape[0], out)
-        step = max(1, _SLICE // size)
-        for start in range(0, out, step):
-            rows = slice(start, min(start + step, out))
-            y[:, rows] = F.linear(x, self._wide(rows, x.dtype), None if bias is None else bias[rows])
+        held = self._bytes
+        y = x.new_empty(x.shape[0], held.shape[0])
+        count = max(1, _SLICE // (PANEL * held.padded))
+        for first in range(0, len(held.panels), count):
+            rows = slice(first * PANEL, min((first + count) * PANEL, held.shape[0]))
+            y[:, rows] = F.linear(x, held.wide(first, count, x.dtype), None if bias is None else bias[rows])
         return y
 
-    def _wide(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Some of the rounded matrix in `dtype`."""
-        out = torch.empty_like(self.weight[rows], dtype=dtype)
-        step = max(1, _SLICE // out.shape[1])
-        for start in range(0, len(out), step):
-            part = slice(start, start + step)
-            out[part] = self.weight[rows][part] * self.scale[rows][part, None]
-        return out
+
+def compiled(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for activations of this type."""
+    return dtype in SUFFIX and numba_works()
 
 
 @lru_cache
-def _kernel(name: str, dtype: torch.dtype) -> Kernel:
+def kernel(name: str, dtype: torch.dtype) -> Kernel:
+    """A kernel, loaded once."""
     return Kernel(name, dtype)
-
-
-_SCRATCH = [torch.empty(0)]
-
-
-def _scratch(size: int) -> Tensor:
-    """fp32 memory for one call, kept between calls."""
-    if _SCRATCH[0].numel() < size:
-        _SCRATCH[0] = torch.empty(2 * size)
-    return _SCRATCH[0]

@@ -11,7 +11,7 @@ from cygnet.base.errors import ModelLoadError
 from cygnet.base.registry import Registry
 from cygnet.model.description import DenseMlp
 from cygnet.model.int8 import Int8Weight
-from cygnet.model.packed import can_pack, pack, packed_linear
+from cygnet.model.packed import PackedWeight, can_pack
 
 if TYPE_CHECKING:
     from cygnet.model.ops import StepOps
@@ -44,14 +44,14 @@ class Linear(nn.Module):
         rows = sum(parts.values())
         self.weight: nn.Parameter | None = parameter(rows, in_features, dtype=dtype, device=device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
-        self._packed: Tensor | None = None
+        self._packed: PackedWeight | None = None
         self._int8: Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._int8 is not None:
             return self._int8.linear(x, self.bias)
         if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
+            return self._packed.linear(x, self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
@@ -61,7 +61,7 @@ class Linear(nn.Module):
             self._int8 = Int8Weight(self.weight, keep_packed=keep_packed)
             self.weight = None
         if self.weight is not None and can_pack(self.weight.dtype, self.weight.device.type):
-            self._packed = pack(self.weight)
+            self._packed = PackedWeight(self.weight)
             self.weight = None
 
     def weight_slots(self) -> WeightSlots:

@@ -2,35 +2,72 @@
 
 A plain matrix is reordered inside every product. The operators used here are not public in PyTorch, so they are tried
 on a small matrix first; where they are missing, fail or differ, weights simply stay plain.
+
+In bf16 with AVX-512 that layout is known: panels of 64 outputs (`model/cpu/vector.py`). Where a matrix is found to have
+it, a compiled kernel of ours reads the same memory for few rows, and is faster.
 """
 
+import ctypes
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cygnet.model.cpu.kernels import Kernel, numba_works
+from cygnet.model.cpu.team import num_threads
+
 _ROWS_HINT = 512
 """Tokens per product that the layout is chosen for. It serves one token as well."""
-
 _MIN_ROWS = 4
 """bf16 products of fewer tokens take another path in oneDNN, which reads packed weights about a sixth slower. Rows are
 independent, so what is in those added does not matter."""
+_FEW = 32
+"""Rows up to which our kernel is faster than oneDNN's."""
+_PANEL, _ROWS = 64, 4
+_PIECES = 4
+"""Pieces of work per thread, at least where there are so many panels."""
+_LONGEST = 16
+"""Panels of a piece."""
 
 
-def pack(weight: Tensor) -> Tensor:
-    """An opaque tensor in blocked layout with the values of `weight` [out, in], for `packed_linear`."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+class PackedWeight:
+    """The matrix `weight` [out, in] in blocked layout, in its dtype."""
 
+    def __init__(self, weight: Tensor) -> None:
+        self.shape = weight.shape
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+        self.panels = _panels_of(self._packed, weight)
+        """Address of the panels, or 0 where the layout is another."""
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b for `x` [tokens, in]."""
-    rows = x.shape[0]
-    if 0 < rows < _MIN_ROWS and x.dtype == torch.bfloat16:
-        padded = x.new_empty(_MIN_ROWS, x.shape[1])
-        padded[:rows] = x
-        return torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")[:rows]
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b for `x` [rows, in], in the weight's dtype."""
+        rows = x.shape[0]
+        if self.panels and 0 < rows <= _FEW:
+            return self._few(x.contiguous(), bias)
+        if 0 < rows < _MIN_ROWS and x.dtype == torch.bfloat16:
+            padded = x.new_empty(_MIN_ROWS, x.shape[1])
+            padded[:rows] = x
+            return torch.ops.mkldnn._linear_pointwise(padded, self._packed, bias, "none", [], "")[:rows]
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+    def _few(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        (rows, size), out, threads = x.shape, self.shape[0], num_threads()
+        y = x.new_empty(rows, out)
+        wide_bias = None if bias is None else bias.float()
+        _multiply()(
+            threads,
+            x.data_ptr(),
+            self.panels,
+            0 if wide_bias is None else wide_bias.data_ptr(),
+            y.data_ptr(),
+            rows,
+            out,
+            size,
+            panels_per_piece(out // _PANEL, threads),
+            scratch(threads * _ROWS * _PANEL * 4).data_ptr(),
+        )
+        return y
 
 
 @lru_cache
@@ -41,12 +78,53 @@ def can_pack(dtype: torch.dtype, device_type: str) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(48, 32, generator=generator).to(dtype), torch.randn(48, generator=generator).to(dtype)
     try:
-        packed = pack(weight)
+        packed = PackedWeight(weight)
         for num_tokens in (1, 5):
             x = torch.randn(num_tokens, 32, generator=generator).to(dtype)
-            got, want = packed_linear(x, packed, bias), F.linear(x, weight, bias)
+            got, want = packed.linear(x, bias), F.linear(x, weight, bias)
             if not torch.allclose(got, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2):
                 return False
     except (RuntimeError, AttributeError, TypeError):
         return False
     return True
+
+
+def panels_per_piece(panels: int, threads: int) -> int:
+    """How many panels a thread takes at a time: with few, all threads have work; in a run, the next one is fetched."""
+    return max(1, min(panels // (_PIECES * threads), _LONGEST))
+
+
+def _panels_of(packed: Tensor, weight: Tensor) -> int:
+    """Where the panels of `packed` begin, if its memory holds `weight` in panels and a kernel can read them; else 0."""
+    out, size = weight.shape
+    if weight.dtype != torch.bfloat16 or out % _PANEL or size % 2 or not numba_works():
+        return 0
+    try:
+        if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
+            return 0
+        address: int = torch.ops.mkldnn.data_ptr(packed)
+    except (RuntimeError, AttributeError, TypeError):
+        return 0
+    panel_bytes = _PANEL * size * weight.itemsize
+    for panel in {0, out // _PANEL // 2, out // _PANEL - 1}:
+        raw = ctypes.string_at(address + panel * panel_bytes, panel_bytes)
+        found = torch.frombuffer(bytearray(raw), dtype=weight.dtype).view(size // 2, _PANEL, 2)
+        want = weight[panel * _PANEL : (panel + 1) * _PANEL].view(_PANEL, size // 2, 2).transpose(0, 1)
+        if not torch.equal(found.view(torch.int16), want.contiguous().view(torch.int16)):
+            return 0
+    return address
+
+
+@lru_cache
+def _multiply() -> Kernel:
+    return Kernel("multiply_packed", torch.bfloat16)
+
+
+_SCRATCH = [torch.empty(0, dtype=torch.uint8)]
+
+
+def scratch(size: int) -> Tensor:
+    """`size` bytes at least, for one kernel's call; kept between calls."""
+    if _SCRATCH[0].numel() < size:
+        _SCRATCH[0] = torch.empty(2 * size, dtype=torch.uint8)
+    return _SCRATCH[0]

@@ -39,6 +39,8 @@ def _pointer_to(numba_type: Any, ir_type: ir.Type) -> Any:
 
 
 i8_at = _pointer_to(types.int8, ir.IntType(8))
+i16_at = _pointer_to(types.int16, ir.IntType(16))
+i32_at = _pointer_to(types.int32, ir.IntType(32))
 bf16_at = _pointer_to(types.uint16, ir.IntType(16))
 i64_at = _pointer_to(types.int64, ir.IntType(64))
 f32_at = _pointer_to(types.float32, ir.FloatType())

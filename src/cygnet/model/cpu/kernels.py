@@ -25,8 +25,12 @@ _KERNELS = {
     "heads": ("glue_kernels", "12qd"),
     "gated": ("glue_kernels", "6q"),
     "decode": ("attention_kernels", "18qdq"),
-    "multiply_i8": ("linear_kernels", "10q"),
-    "best": ("linear_kernels", "6q"),
+    "multiply_packed": ("linear_kernels", "9q"),
+    "multiply_i8": ("linear_kernels", "12q"),
+    "round_panels": ("linear_kernels", "8q"),
+    "best": ("argmax_kernels", "6q"),
+    "screen": ("argmax_kernels", "13q"),
+    "settle": ("argmax_kernels", "13q"),
 }
 
 

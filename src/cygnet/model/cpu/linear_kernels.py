@@ -1,101 +1,220 @@
-"""Products of a few rows with a large matrix, bound by how fast the matrix is read; the choice of the best logit."""
+"""Products of a few rows with matrices in panels (`vector`), bound by reading the matrix; rounding to bytes.
+
+Rows of activations go through in groups of four; a panel stays in the cache for all of them.
+"""
 
 import numpy as np
 
-from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i64_at, jit, load, order, shift, store, take
+from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i16_at, i32_at, jit, load, shift, store, take
+from cygnet.model.cpu.vector import PANEL, ROWS, bf16_panel, i8_panel
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
-FIRST = -(1 << 31)
+LIMIT = np.float32(127.0)
+TINY = np.float32(1e-20)
+LINE = 64
+"""Bytes of a cache line. While the rows of one panel are multiplied, the next one is fetched, group by group."""
+SEGMENT = 1024
+"""Inputs whose products fit 32 bits together: 1024 * 127 * 16512 < 2 ** 31."""
+MOST = (2**31 - 1) // 127
+
+_bf16_1, _bf16_2, _bf16_3, _bf16_4 = bf16_panel(1), bf16_panel(2), bf16_panel(3), bf16_panel(4)
+_i8_1, _i8_2, _i8_3, _i8_4 = i8_panel(1), i8_panel(2), i8_panel(3), i8_panel(4)
 
 
 @jit
-def put(p, y, row, out, value):
-    """y[row, out] = value * scale + bias."""
-    if p[4] != 0:
-        value *= load(f32_at(p[4]), out)
-    if p[5] != 0:
-        value += load(f32_at(p[5]), out)
-    store(y, row * p[8] + out, value)
+def panel_of_bf16(x, stride, weight, pairs, rows, sums, ahead):
+    """sums fp32 [rows, PANEL] of up to ROWS rows of pairs `x`."""
+    if rows == 1:
+        _bf16_1(x, stride, weight, pairs, sums, ahead)
+    elif rows == 2:
+        _bf16_2(x, stride, weight, pairs, sums, ahead)
+    elif rows == 3:
+        _bf16_3(x, stride, weight, pairs, sums, ahead)
+    else:
+        _bf16_4(x, stride, weight, pairs, sums, ahead)
 
 
 @jit
-def multiply(p, x, weight, y):
-    """y = x W^T * scale + bias for a few rows.
+def panel_of_i8(x, stride, weight, pairs, rows, sums, ahead):
+    """sums int32 [rows, PANEL] of up to ROWS rows of pairs `x`."""
+    if rows == 1:
+        _i8_1(x, stride, weight, pairs, sums, ahead)
+    elif rows == 2:
+        _i8_2(x, stride, weight, pairs, sums, ahead)
+    elif rows == 3:
+        _i8_3(x, stride, weight, pairs, sums, ahead)
+    else:
+        _i8_4(x, stride, weight, pairs, sums, ahead)
 
-    p[2] `x` T [rows, in]; p[3] `weight` int8 [out, in]; p[4] scale fp32 [out] or 0; p[5] bias fp32 [out] or 0; p[6] `y`
-    T [rows, out]; p[7] rows, p[8] out, p[9] in, p[10] outputs per piece; p[11] scratch fp32 [threads, rows * in].
+
+def multiply_packed_bf16(p):
+    """y = x W^T + bias.
+
+    p[2] `x` bf16 [rows, in]; p[3] `weight` bf16 panels; p[4] bias fp32 [out] or 0; p[5] `y` bf16 [rows, out]; p[6]
+    rows, p[7] out, p[8] in; p[9] panels per piece; p[10] scratch fp32 [threads, ROWS * PANEL]. `out` is a multiple of
+    PANEL, `in` of 2.
     """
-    rows, outs, size, per_piece = p[7], p[8], p[9], p[10]
-    wide = shift(f32_at(p[11]), take(p, 1) * rows * size)
-    for i in range(rows * size):
-        store(wide, i, load(x, i))
+    rows, outs, size, per_piece = p[6], p[7], p[8], p[9]
+    sums = f32_at(p[10] + 4 * ROWS * PANEL * take(p, 1))
+    pairs, panels, bias = size // 2, outs // PANEL, f32_at(p[4])
     while True:
         start = take(p, 0) * per_piece
-        if start >= outs:
+        if start >= panels:
             break
-        for out in range(start, min(start + per_piece, outs)):
-            w = shift(weight, out * size)
-            row = 0
-            while row + 4 <= rows:
-                x0, x1 = shift(wide, row * size), shift(wide, (row + 1) * size)
-                x2, x3 = shift(wide, (row + 2) * size), shift(wide, (row + 3) * size)
-                s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
-                for i in range(size):
-                    factor = load(w, i)
-                    s0 += factor * load(x0, i)
-                    s1 += factor * load(x1, i)
-                    s2 += factor * load(x2, i)
-                    s3 += factor * load(x3, i)
-                put(p, y, row, out, s0)
-                put(p, y, row + 1, out, s1)
-                put(p, y, row + 2, out, s2)
-                put(p, y, row + 3, out, s3)
-                row += 4
-            while row < rows:
-                x0, s0 = shift(wide, row * size), ZERO
-                for i in range(size):
-                    s0 += load(w, i) * load(x0, i)
-                put(p, y, row, out, s0)
-                row += 1
+        end = min(start + per_piece, panels)
+        for panel in range(start, end):
+            ahead = 2 * PANEL * size if panel + 1 < end else 0
+            weight = i32_at(p[3] + 2 * PANEL * size * panel)
+            for row in range(0, rows, ROWS):
+                count = min(ROWS, rows - row)
+                panel_of_bf16(
+                    i32_at(p[2] + 2 * size * row),
+                    pairs,
+                    weight,
+                    pairs,
+                    count,
+                    sums,
+                    ahead + row % (4 * ROWS) // ROWS * LINE,
+                )
+                for r in range(count):
+                    out, done = bf16_at(p[5] + 2 * ((row + r) * outs + panel * PANEL)), shift(sums, r * PANEL)
+                    if p[4] == 0:
+                        for j in range(PANEL):
+                            store(out, j, load(done, j))
+                    else:
+                        for j in range(PANEL):
+                            store(out, j, load(done, j) + load(bias, panel * PANEL + j))
 
 
 @jit
-def best(p, x):
-    """Largest element of every part of every row, and the first place that has it.
+def round_rows(x, rows, size, padded, rounded, scales):
+    """Rows of `x` as int16 with a scale each, as fine as the sums of a segment allow; odd sizes are padded with 0.
 
-    p[2] `x` T [rows, size]; p[3] int64 [rows, parts, 2] for (order of the value, place); p[4] rows, p[5] size, p[6]
-    parts, p[7] elements of a part. NaN counts as largest.
+    `scales` fp32 [2, rows]: the scales, then the sums of sizes of x. A row with a NaN or infinity has the scale NaN.
     """
-    rows, size, parts, length = p[4], p[5], p[6], p[7]
+    most = np.float32(min(32767, MOST // min(padded, SEGMENT)))
+    for r in range(rows):
+        source, target = shift(x, r * size), shift(rounded, r * padded)
+        largest, strange, total = ZERO, ZERO, ZERO
+        for i in range(size):
+            value = load(source, i)
+            largest = max(largest, abs(value))
+            total += abs(value)
+            strange += value * ZERO
+        largest = max(largest, TINY)
+        factor = most / largest
+        for i in range(size):
+            target[i] = np.int16(np.rint(load(source, i) * factor))
+        if padded > size:
+            target[size] = 0
+        store(scales, r, largest / most + strange)
+        store(scales, rows + r, total)
+
+
+@jit
+def panel_in_segments(x, stride, weight, pairs, rows, sums, totals, ahead):
+    """totals fp32 [rows, PANEL] = int16 rows times a panel of bytes; `sums` int32 [rows, PANEL] is scratch."""
+    for first in range(0, pairs, SEGMENT // 2):
+        count = min(SEGMENT // 2, pairs - first)
+        panel_of_i8(shift(x, first), stride, shift(weight, 2 * PANEL * first), count, rows, sums, ahead)
+        for j in range(rows * PANEL):
+            value = np.float32(sums[j])
+            store(totals, j, value if first == 0 else load(totals, j) + value)
+
+
+@jit
+def multiply_i8(p, x, y):
+    """y = x W^T * scale + bias.
+
+    p[2] `x` T [rows, in]; p[3] `weight` int8 panels of `padded` inputs; p[4] scale fp32 [out]; p[5] bias fp32 [out] or
+    0; p[6] `y` T [rows, out]; p[7] rows, p[8] out, p[9] in, p[10] padded; p[11] panels per piece; p[12] scratch, p[13]
+    bytes of it per thread: [sums | totals | scales, sums of rows | rows of int16].
+    """
+    rows, outs, size, padded, per_piece = p[7], p[8], p[9], p[10], p[11]
+    mine = p[12] + p[13] * take(p, 1)
+    sums, totals, scales = i32_at(mine), f32_at(mine + 4 * ROWS * PANEL), f32_at(mine + 8 * ROWS * PANEL)
+    rounded = mine + 8 * ROWS * PANEL + 8 * rows
+    round_rows(x, rows, size, padded, i16_at(rounded), scales)
+    pairs, panels = padded // 2, (outs + PANEL - 1) // PANEL
+    scale, bias = f32_at(p[4]), f32_at(p[5])
     while True:
-        piece = take(p, 0)
-        if piece >= rows * parts:
+        start = take(p, 0) * per_piece
+        if start >= panels:
             break
-        row, begin = shift(x, piece // parts * size), piece % parts * length
-        end = min(begin + length, size)
-        largest = np.int32(FIRST)
-        for i in range(begin, end):
-            largest = max(largest, order(row, i))
-        place = begin
-        while place < end - 1 and order(row, place) != largest:
-            place += 1
-        result = shift(i64_at(p[3]), 2 * piece)
-        result[0] = np.int64(largest)
-        result[1] = place
+        end = min(start + per_piece, panels)
+        for panel in range(start, end):
+            ahead = PANEL * padded if panel + 1 < end else 0
+            weight, first = i8_at(p[3] + PANEL * padded * panel), panel * PANEL
+            width = min(PANEL, outs - first)
+            for row in range(0, rows, ROWS):
+                count = min(ROWS, rows - row)
+                panel_in_segments(
+                    i32_at(rounded + 2 * padded * row),
+                    pairs,
+                    weight,
+                    pairs,
+                    count,
+                    sums,
+                    totals,
+                    ahead + row // ROWS % 2 * LINE,
+                )
+                for r in range(count):
+                    out, done = shift(y, (row + r) * outs + first), shift(totals, r * PANEL)
+                    row_scale = load(scales, row + r)
+                    if p[5] == 0:
+                        for j in range(width):
+                            store(out, j, load(done, j) * (row_scale * load(scale, first + j)))
+                    else:
+                        for j in range(width):
+                            value = load(done, j) * (row_scale * load(scale, first + j))
+                            store(out, j, value + load(bias, first + j))
+
+
+@jit
+def round_panels(p, weight):
+    """Bytes with a scale per output from a plain matrix: the largest weight of an output becomes 127 or -127.
+
+    p[2] `weight` T [out, in]; p[3] int8 panels; p[4] scale fp32 [out]; p[5] sum of an output's bytes' sizes fp32
+    [out]; p[6] out, p[7] in, p[8] padded; p[9] panels per piece.
+    """
+    outs, size, padded, per_piece = p[6], p[7], p[8], p[9]
+    scale, weights = f32_at(p[4]), f32_at(p[5])
+    panels = (outs + PANEL - 1) // PANEL
+    while True:
+        start = take(p, 0) * per_piece
+        if start >= panels:
+            break
+        for panel in range(start, min(start + per_piece, panels)):
+            target = i8_at(p[3] + PANEL * padded * panel)
+            for i in range(PANEL * padded):
+                target[i] = 0
+            for j in range(min(PANEL, outs - panel * PANEL)):
+                out = panel * PANEL + j
+                source = shift(weight, out * size)
+                largest = TINY
+                for i in range(size):
+                    largest = max(largest, abs(load(source, i)))
+                factor, total = LIMIT / largest, ZERO
+                for i in range(size):
+                    value = np.rint(load(source, i) * factor)
+                    target[i // 2 * 2 * PANEL + 2 * j + i % 2] = np.int8(value)
+                    total += abs(value)
+                store(scale, out, largest / LIMIT)
+                store(weights, out, total)
 
 
 def multiply_i8_bf16(p):
-    multiply(p, bf16_at(p[2]), i8_at(p[3]), bf16_at(p[6]))
+    multiply_i8(p, bf16_at(p[2]), bf16_at(p[6]))
 
 
 def multiply_i8_f32(p):
-    multiply(p, f32_at(p[2]), i8_at(p[3]), f32_at(p[6]))
+    multiply_i8(p, f32_at(p[2]), f32_at(p[6]))
 
 
-def best_bf16(p):
-    best(p, bf16_at(p[2]))
+def round_panels_bf16(p):
+    round_panels(p, bf16_at(p[2]))
 
 
-def best_f32(p):
-    best(p, f32_at(p[2]))
+def round_panels_f32(p):
+    round_panels(p, f32_at(p[2]))

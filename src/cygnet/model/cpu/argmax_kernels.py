@@ -1,0 +1,169 @@
+"""The likeliest token: from logits, or from weights in bytes, with the few that may win worked out exactly.
+
+logit of output n     |  bytes . x  -  what rounding can amount to  ...  bytes . x  +  ...  |
+may win               its upper end is above the largest lower end of all outputs
+"""
+
+import numpy as np
+
+from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i16_at, i32_at, i64_at, jit, load, order, shift, store, take
+from cygnet.model.cpu.linear_kernels import LINE, panel_in_segments, round_rows
+from cygnet.model.cpu.vector import PANEL, ROWS
+
+ZERO = np.float32(0.0)
+HALF = np.float32(0.5)
+FIRST = -(1 << 31)
+LOWEST = np.float32(-3.0e38)
+ROOM = np.float32(1.001)
+"""For fp32's own rounding."""
+
+
+@jit
+def best(p, x):
+    """Largest element of every part of every row, and the first place that has it.
+
+    p[2] `x` T [rows, size]; p[3] int64 [rows, parts, 2] for (order of the value, place); p[4] rows, p[5] size, p[6]
+    parts, p[7] elements of a part. NaN counts as largest.
+    """
+    rows, size, parts, length = p[4], p[5], p[6], p[7]
+    while True:
+        piece = take(p, 0)
+        if piece >= rows * parts:
+            break
+        row, begin = shift(x, piece // parts * size), piece % parts * length
+        end = min(begin + length, size)
+        largest = np.int32(FIRST)
+        for i in range(begin, end):
+            largest = max(largest, order(row, i))
+        place = begin
+        while place < end - 1 and order(row, place) != largest:
+            place += 1
+        result = shift(i64_at(p[3]), 2 * piece)
+        result[0] = np.int64(largest)
+        result[1] = place
+
+
+@jit
+def screen(p, x):
+    """Logits from bytes, each with how far it may be off, and the largest ends of every panel.
+
+    p[2] `x` T [rows, in]; p[3] int8 panels; p[4] scale fp32 [out]; p[5] `upper` fp32 [rows, out], upper ends; p[6]
+    `ends` fp32 [2, rows, panels], the largest lower and upper ends; p[7] rows, p[8] out, p[9] in,
+    p[10] padded; p[11] panels per piece; p[12] scratch, p[13] bytes of it per thread, as for `multiply_i8`; p[14]
+    largest sum of an output's bytes' sizes.
+    """
+    rows, outs, size, padded, per_piece = p[7], p[8], p[9], p[10], p[11]
+    mine = p[12] + p[13] * take(p, 1)
+    sums, totals, scales = i32_at(mine), f32_at(mine + 4 * ROWS * PANEL), f32_at(mine + 8 * ROWS * PANEL)
+    rounded = mine + 8 * ROWS * PANEL + 8 * rows
+    round_rows(x, rows, size, padded, i16_at(rounded), scales)
+    pairs, panels = padded // 2, (outs + PANEL - 1) // PANEL
+    scale, ends = f32_at(p[4]), f32_at(p[6])
+    while True:
+        start = take(p, 0) * per_piece
+        if start >= panels:
+            break
+        end = min(start + per_piece, panels)
+        for panel in range(start, end):
+            ahead = PANEL * padded if panel + 1 < end else 0
+            weight, first = i8_at(p[3] + PANEL * padded * panel), panel * PANEL
+            width = min(PANEL, outs - first)
+            for row in range(0, rows, ROWS):
+                count = min(ROWS, rows - row)
+                panel_in_segments(
+                    i32_at(rounded + 2 * padded * row),
+                    pairs,
+                    weight,
+                    pairs,
+                    count,
+                    sums,
+                    totals,
+                    ahead + row // ROWS % 2 * LINE,
+                )
+                for r in range(count):
+                    upper, done = shift(f32_at(p[5]), (row + r) * outs + first), shift(totals, r * PANEL)
+                    row_scale = load(scales, row + r)
+                    # Half a step of every weight, times x; half a step of every x, times the rounded weights.
+                    off = ROOM * HALF * (load(scales, rows + row + r) + row_scale * np.float32(p[14]))
+                    lowest, highest = LOWEST, LOWEST
+                    for j in range(width):
+                        value, error = load(done, j) * row_scale, off * load(scale, first + j)
+                        value *= load(scale, first + j)
+                        store(upper, j, value + error)
+                        lowest, highest = max(lowest, value - error), max(highest, value + error)
+                    store(ends, (row + r) * panels + panel, lowest)
+                    # A NaN must not be passed over: it makes the scale a NaN, and so all ends of its row.
+                    store(ends, (rows + row + r) * panels + panel, highest + row_scale * ZERO)
+
+
+@jit
+def product(x, weight, start, pair_stride, size):
+    """x[0:size] . an output whose inputs stand in pairs, `pair_stride` elements apart, from weight[start] on."""
+    total = ZERO
+    for pair in range(size // 2):
+        at = start + pair * pair_stride
+        total += load(x, 2 * pair) * load(weight, at) + load(x, 2 * pair + 1) * load(weight, at + 1)
+    if size % 2:
+        total += load(x, size - 1) * load(weight, start + (size // 2) * pair_stride)
+    return total
+
+
+@jit
+def settle(p, x, weight, cell):
+    """Of the outputs whose upper end reaches a row's threshold, the likeliest by exact logits, rounded to T.
+
+    p[2] `x` T [rows, in]; p[3] `weight` T, plain [out, in] or panels; p[4] `upper` fp32 [rows, out]; p[5] thresholds
+    fp32 [rows]; p[6] int64 [rows, parts, 2] for (order of the logit, place); p[7] rows, p[8] out, p[9] in, p[10] parts,
+    p[11] panels of a part; p[12] whether in panels; p[13] scratch of a T per thread, 64 bytes apart; p[14] largest
+    upper ends fp32 [rows, panels]. A part without a candidate says (FIRST, its first place). A NaN is a candidate, and
+    largest.
+    """
+    rows, outs, size, parts, length = p[7], p[8], p[9], p[10], p[11]
+    panels = (outs + PANEL - 1) // PANEL
+    while True:
+        piece = take(p, 0)
+        if piece >= rows * parts:
+            break
+        row, begin = piece // parts, piece % parts * length
+        upper, threshold = shift(f32_at(p[4]), row * outs), load(f32_at(p[5]), row)
+        largest, place = np.int64(FIRST), begin * PANEL
+        for panel in range(begin, min(begin + length, panels)):
+            if load(f32_at(p[14]), row * panels + panel) < threshold:
+                continue
+            for out in range(panel * PANEL, min((panel + 1) * PANEL, outs)):
+                if load(upper, out) < threshold:
+                    continue
+                start, stride = out * size, 2
+                if p[12] != 0:
+                    start, stride = panel * PANEL * size + out % PANEL * 2, 2 * PANEL
+                store(cell, 0, product(shift(x, row * size), weight, start, stride, size))
+                value = np.int64(order(cell, 0))
+                if value > largest:
+                    largest, place = value, out
+        result = shift(i64_at(p[6]), 2 * piece)
+        result[0] = largest
+        result[1] = place
+
+
+def best_bf16(p):
+    best(p, bf16_at(p[2]))
+
+
+def best_f32(p):
+    best(p, f32_at(p[2]))
+
+
+def screen_bf16(p):
+    screen(p, bf16_at(p[2]))
+
+
+def screen_f32(p):
+    screen(p, f32_at(p[2]))
+
+
+def settle_bf16(p):
+    settle(p, bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[13] + 64 * take(p, 1)))
+
+
+def settle_f32(p):
+    settle(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[13] + 64 * take(p, 1)))

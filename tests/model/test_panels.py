@@ -1,0 +1,181 @@
+"""Matrices in panels: products of few rows, on oneDNN's memory and in bytes, and the greedy choice out of bytes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cygnet.model import packed as packed_module
+from cygnet.model.int8 import BytePanels
+from cygnet.model.packed import PackedWeight, can_pack
+from cygnet.model.screened import ScreenedHead
+
+numba = pytest.importorskip("numba")
+needs_packing = pytest.mark.skipif(not can_pack(torch.bfloat16, "cpu"), reason="no packed bf16 products here")
+
+
+def matrix(out: int, size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(out, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@needs_packing
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 35),
+    out=st.sampled_from([64, 128, 640]),
+    size=st.sampled_from([2, 34, 640]),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_few_rows_with_packed_weights(rows: int, out: int, size: int, bias: bool, seed: int) -> None:
+    weight, x = matrix(out, size, seed), matrix(rows, size, seed + 1)
+    b = matrix(1, out, seed + 2)[0] if bias else None
+    want = x.float() @ weight.float().t() + (0 if b is None else b.float())
+    got = PackedWeight(weight).linear(x, b)
+    torch.testing.assert_close(got.float(), want, atol=2e-2 * size**0.5, rtol=1e-2)
+
+
+@needs_packing
+def test_memory_that_is_not_in_panels_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = matrix(128, 64, 0), matrix(3, 64, 1)
+    kept = PackedWeight(weight)
+    other = matrix(128, 64, 5)
+    assert packed_module._panels_of(kept._packed, other) == 0
+    monkeypatch.setattr(packed_module, "_panels_of", lambda packed, weight: 0)
+    torch.testing.assert_close(PackedWeight(weight).linear(x, None), kept.linear(x, None), atol=0.2, rtol=1e-2)
+
+
+def run_panel(intrinsic: Any, x: np.ndarray, weight: np.ndarray, sums: np.ndarray) -> None:
+    """`intrinsic` over x int32 [rows, pairs] and a panel."""
+    from cygnet.model.cpu.jit import _pointer_to, i8_at, i32_at
+
+    del _pointer_to
+    from cygnet.model.cpu.jit import f32_at
+
+    bf16 = weight.dtype == np.uint16
+    weights_at, sums_at = (i32_at, f32_at) if bf16 else (i8_at, i32_at)
+
+    @numba.njit
+    def run(x: int, stride: int, weight: int, pairs: int, sums: int) -> None:
+        intrinsic(i32_at(x), stride, weights_at(weight), pairs, sums_at(sums), 0)
+
+    run(x.ctypes.data, x.shape[1], weight.ctypes.data, x.shape[1], sums.ctypes.data)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("plain", [True, False])
+def test_sums_of_a_panel(rows: int, plain: bool) -> None:
+    """The instruction of this machine and the way that others go, against integers and fp64."""
+    from cygnet.model.cpu import vector
+
+    size = 70
+    weight, x = matrix(64, size, 0), matrix(rows, size, 1)
+    panel = weight.view(64, size // 2, 2).transpose(0, 1).contiguous().view(torch.uint16).numpy()
+    sums = np.zeros((rows, 64), np.float32)
+    product = vector.bf16_panel(rows, vector.dot_bf16_plain if plain else vector.dot_bf16)
+    run_panel(product, x.view(torch.int32).numpy(), panel, sums)
+    want = x.double() @ weight.double().t()
+    np.testing.assert_allclose(sums, want.numpy(), atol=1e-4)
+
+    generator = np.random.default_rng(0)
+    small = generator.integers(-127, 128, (64, size), dtype=np.int8)
+    large = generator.integers(-16000, 16000, (rows, size), dtype=np.int16)
+    panel = np.ascontiguousarray(small.reshape(64, size // 2, 2).transpose(1, 0, 2))
+    totals = np.zeros((rows, 64), np.int32)
+    product = vector.i8_panel(rows, vector.dot_i16_plain if plain else vector.dot_i16)
+    run_panel(product, large.view(np.int32), panel, totals)
+    np.testing.assert_array_equal(totals, large.astype(np.int64) @ small.T.astype(np.int64))
+
+
+def test_a_strange_activation_shows() -> None:
+    kept = BytePanels(matrix(70, 34, 0))
+    from cygnet.model.int8 import Int8Weight
+
+    weight = Int8Weight(matrix(70, 34, 0), keep_packed=False)
+    for value in (float("nan"), float("inf")):
+        x = matrix(2, 34, 1)
+        x[1, 7] = value
+        y = weight.linear(x, None)
+        assert y[0].isfinite().all()
+        assert not y[1].isfinite().any()
+    assert kept.size_sum > 0
+
+
+# ------------------------------------------------------------------ greedy choice out of bytes
+
+
+def heads(weight: torch.Tensor) -> list[ScreenedHead]:
+    """Every way to hold the exact weights."""
+    found = [ScreenedHead(BytePanels(weight), weight)]
+    if weight.dtype == torch.bfloat16 and can_pack(weight.dtype, "cpu"):
+        packed = PackedWeight(weight)
+        if packed.panels:
+            found.append(ScreenedHead(BytePanels(weight), packed))
+    return found
+
+
+def check_choice(weight: torch.Tensor, x: torch.Tensor) -> None:
+    """The choice is the first of the largest logits, rounded to the weights' type, up to the order of fp32 sums."""
+    exact = x.double() @ weight.double().t()
+    for head in heads(weight):
+        for row, chosen in enumerate(head.argmax(x).tolist()):
+            logits = exact[row]
+            slack = 1e-5 * float((x[row].double().abs() @ weight.double().abs().t()).max())
+            rounded = logits.to(weight.dtype)
+            assert rounded[chosen] == rounded.max() or logits[chosen] >= logits.max() - slack, (
+                row,
+                chosen,
+                logits[chosen],
+                logits.max(),
+            )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 9),
+    out=st.sampled_from([3, 64, 1000, 9000]),
+    size=st.sampled_from([2, 34, 640, 1030]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    outlier=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_choice_is_that_of_all_logits(
+    rows: int, out: int, size: int, dtype: torch.dtype, outlier: bool, seed: int
+) -> None:
+    weight, x = matrix(out, size, seed, dtype), matrix(rows, size, seed + 1, dtype)
+    if outlier:
+        x[:, 0] *= 100
+        weight[:, -1] *= 30
+    check_choice(weight, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ties_go_to_the_first(dtype: torch.dtype) -> None:
+    weight, x = matrix(500, 64, 0, dtype), matrix(1, 64, 1, dtype)
+    weight[[17, 130, 499]] = (x[0] * 3).to(dtype)
+    for head in heads(weight):
+        assert head.argmax(x).tolist() == [17]
+
+
+def test_all_alike_and_nothing_finite() -> None:
+    """Every output is a candidate: all are worked out."""
+    weight = torch.ones(300, 64, dtype=torch.bfloat16)
+    for head in heads(weight):
+        assert head.argmax(torch.zeros(2, 64, dtype=torch.bfloat16)).tolist() == [0, 0]
+        strange = torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
+        assert head.argmax(strange).tolist() == [0]
+
+
+def test_threads_do_not_matter(all_threads: Callable[[], None] | None) -> None:
+    weight, x = matrix(5000, 128, 3), matrix(5, 128, 4)
+    want = [head.argmax(x).tolist() for head in heads(weight)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if before == 1 else 1)
+        assert [head.argmax(x).tolist() for head in heads(weight)] == want
+    finally:
+        torch.set_num_threads(before)
