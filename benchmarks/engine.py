@@ -11,7 +11,7 @@ Prompts are token ids made from a counter: equal for all engines within a round,
 be cached. llama.cpp's prefill and decodes up to 1K are those of its own `llama-batched-bench` (the model alone: no
 sampling, no server); everything else counts the engine's scheduling and sampling too.
 
---check compares with targets.toml, where each target is a ratio to the best peer of this run; it fails if one is missed.
+--check compares with targets.toml, where each target is a ratio to the best peer of this run; one missed is a failure.
 """
 
 import argparse

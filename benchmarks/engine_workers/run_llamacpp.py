@@ -120,8 +120,8 @@ class LlamaCpp:
             return PORT
         command = [
             str(self._bin / "llama-server"), "-m", self._options.model, "-c", str(SLOTS * SLOT_TOKENS),
-            "-np", str(SLOTS), "-b", "2048", "-ub", "512", "-t", str(self._options.threads), "-fa", "on", "--port", str(PORT),
-            "--no-webui",
+            "-np", str(SLOTS), "-b", "2048", "-ub", "512", "-t", str(self._options.threads), "-fa", "on",
+            "--port", str(PORT), "--no-webui",
         ]  # fmt: skip
         self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = perf_counter() + START_S

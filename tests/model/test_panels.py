@@ -179,3 +179,21 @@ def test_threads_do_not_matter(all_threads: Callable[[], None] | None) -> None:
         assert [head.argmax(x).tolist() for head in heads(weight)] == want
     finally:
         torch.set_num_threads(before)
+
+
+@needs_packing
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.integers(1, 34),
+    out=st.sampled_from([64, 640, 6400]),
+    size=st.sampled_from([2, 640]),
+    seed=st.integers(0, 99),
+)
+def test_the_choice_of_a_packed_head(rows: int, out: int, size: int, seed: int) -> None:
+    """The same as that of its own product, to the bit."""
+    head, x = PackedWeight(matrix(out, size, seed)), matrix(rows, size, seed + 1)
+    chosen = head.argmax(x)
+    if chosen is None:
+        assert not head.panels or rows > 32
+    else:
+        assert chosen.tolist() == head.linear(x, None).argmax(1).tolist()

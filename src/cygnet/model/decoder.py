@@ -225,6 +225,8 @@ class HybridModel(nn.Module):
             return self.logits(hidden).argmax(dim=-1)
         if self._screened_head is not None and hidden.shape[0] <= MOST_ROWS:
             return self._screened_head.argmax(hidden)
+        if self._packed_head is not None and (chosen := self._packed_head.argmax(hidden)) is not None:
+            return chosen
         return self.ops.argmax(self._head(hidden))
 
     def _embed(self, token_ids: Tensor) -> Tensor:

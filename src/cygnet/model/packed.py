@@ -51,11 +51,36 @@ class PackedWeight:
             return torch.ops.mkldnn._linear_pointwise(padded, self._packed, bias, "none", [], "")[:rows]
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
+    def argmax(self, x: Tensor) -> Tensor | None:
+        """int64 [rows]: the first of the largest outputs of rows `x`, in the weight's dtype.
+
+        `None` if the layout or the number of rows is another than the kernel's.
+        """
+        rows = x.shape[0]
+        if not self.panels or not 0 < rows <= _FEW:
+            return None
+        x, (out, size), threads = x.contiguous(), self.shape, num_threads()
+        per_piece = panels_per_piece(out // _PANEL, threads)
+        pieces = -(-(out // _PANEL) // per_piece)
+        found = torch.empty(rows, pieces, 2, dtype=torch.int64)
+        _kernel("best_of_panels")(
+            threads,
+            x.data_ptr(),
+            self.panels,
+            found.data_ptr(),
+            rows,
+            out,
+            size,
+            per_piece,
+            scratch(threads * (_ROWS + 1) * _PANEL * 4).data_ptr(),
+        )
+        return first_of_largest(found)
+
     def _few(self, x: Tensor, bias: Tensor | None) -> Tensor:
         (rows, size), out, threads = x.shape, self.shape[0], num_threads()
         y = x.new_empty(rows, out)
         wide_bias = None if bias is None else bias.float()
-        _multiply()(
+        _kernel("multiply_packed")(
             threads,
             x.data_ptr(),
             self.panels,
@@ -89,6 +114,12 @@ def can_pack(dtype: torch.dtype, device_type: str) -> bool:
     return True
 
 
+def first_of_largest(found: Tensor) -> Tensor:
+    """int64 [rows] out of (order, place) of parts in their order, [rows, parts, 2]."""
+    values, places = found.unbind(-1)
+    return places.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
 def panels_per_piece(panels: int, threads: int) -> int:
     """How many panels a thread takes at a time: with few, all threads have work; in a run, the next one is fetched."""
     return max(1, min(panels // (_PIECES * threads), _LONGEST))
@@ -116,8 +147,8 @@ def _panels_of(packed: Tensor, weight: Tensor) -> int:
 
 
 @lru_cache
-def _multiply() -> Kernel:
-    return Kernel("multiply_packed", torch.bfloat16)
+def _kernel(name: str) -> Kernel:
+    return Kernel(name, torch.bfloat16)
 
 
 _SCRATCH = [torch.empty(0, dtype=torch.uint8)]

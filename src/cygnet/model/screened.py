@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cygnet.model.cpu.team import num_threads
 from cygnet.model.int8 import BytePanels, kernel
-from cygnet.model.packed import PackedWeight, panels_per_piece
+from cygnet.model.packed import PackedWeight, first_of_largest, panels_per_piece
 
 _PART = 64
 """Panels looked through at a time."""
@@ -70,8 +70,7 @@ class ScreenedHead:
             cells.data_ptr(),
             ends[1].data_ptr(),
         )
-        values, places = found.unbind(-1)
-        return places.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
+        return first_of_largest(found)
 
     def _scratch(self, size: int) -> Tensor:
         if self._room.numel() < size:

@@ -67,7 +67,7 @@ class NumbaBackend:
         parts = 1 if threads == 1 else max(1, min(wanted, longest // KEYS_PER_PART))
         pairs = len(single) * spec.num_kv_heads
         part_size = _padded(spec.group_size * (spec.value_dim + 2))
-        per_thread = _padded(spec.group_size * (spec.key_dim + _TILE) + 2 * _TILE)
+        per_thread = _padded(spec.group_size * (max(spec.key_dim, 2 * _TILE) + _TILE) + 4 * _TILE)
         return NumbaPlan(
             chunks=chunks,
             table=group.block_table,

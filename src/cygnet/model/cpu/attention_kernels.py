@@ -10,10 +10,22 @@ The part with a request's newest key writes that key and value into the cache be
 
 import numpy as np
 
-from cygnet.model.cpu.jit import bf16_at, exp, f32_at, float_in, i64_at, jit, load, prefetch, shift, store, take
+from cygnet.model.cpu.decode_vector import HEADS, KEYS, STEP, TILE, add_heads, score_heads
+from cygnet.model.cpu.jit import (
+    bf16_at,
+    exp,
+    f32_at,
+    float_in,
+    i32_at,
+    i64_at,
+    jit,
+    load,
+    prefetch,
+    shift,
+    store,
+    take,
+)
 
-TILE = 32
-"""Keys whose scores are worked out together."""
 LINE = 32
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
@@ -102,18 +114,28 @@ def fetch(row, dim):
 
 
 @jit
-def attend_part(p, keys, values, begin, end, table, head, q, sums, states, scores, offsets):
-    """Positions begin..end-1 of one request and KV head: fills `sums` [group, value_dim] and `states` [group, 2].
-
-    `scores` [group, TILE] and `offsets` [TILE] are scratch; `table` is the request's row of block ids, less its first
-    block.
-    """
-    block_size, kv_heads, group, key_dim, value_dim = p[12], p[13], p[14], p[15], p[16]
+def begin_part(group, dim, sums, states):
+    """No keys yet: `sums` [group, dim] and `states` [group, 2]."""
     for g in range(group):
         store(states, 2 * g, LOWEST)
         store(states, 2 * g + 1, ZERO)
-        for i in range(value_dim):
-            store(sums, g * value_dim + i, ZERO)
+    for i in range(group * dim):
+        store(sums, i, ZERO)
+
+
+@jit
+def attend_part(p, keys, values, begin, end, table, head, query, sums, states, scratch):
+    """Positions begin..end-1 of one request and KV head: fills `sums` [group, value_dim] and `states` [group, 2].
+
+    `query` T [group, key_dim]; `table` is the request's row of block ids, less its first block. Scratch: [row offsets
+    int64 [TILE] | scaled query fp32 [group, key_dim] | scores fp32 [group, TILE]].
+    """
+    block_size, kv_heads, group, key_dim, value_dim = p[12], p[13], p[14], p[15], p[16]
+    offsets, q, scale = i64_at(scratch), f32_at(scratch + 8 * TILE), float_in(p, 20)
+    scores = shift(q, group * key_dim)
+    for i in range(group * key_dim):
+        store(q, i, load(query, i) * scale)
+    begin_part(group, value_dim, sums, states)
     for first in range(begin, end, TILE):
         count = min(TILE, end - first)
         for t in range(count):
@@ -128,6 +150,66 @@ def attend_part(p, keys, values, begin, end, table, head, q, sums, states, score
             weights = shift(scores, g * TILE)
             kept = softmax_tile(weights, count, shift(states, 2 * g))
             add_values(values, offsets, weights, count, value_dim, kept, shift(sums, g * value_dim))
+
+
+@jit
+def find_rows(p, table, head, first, count, offsets):
+    """Rows of the cache with `count` positions from `first` on; repeats the last up to a multiple of KEYS."""
+    block_size, kv_heads = p[12], p[13]
+    block, place = first // block_size, first % block_size
+    row = (table[block] * block_size + place) * kv_heads + head
+    for t in range(count):
+        offsets[t] = row
+        place += 1
+        row += kv_heads
+        if place == block_size and t + 1 < count:
+            block, place = block + 1, 0
+            row = table[block] * block_size * kv_heads + head
+    for t in range(count, (count + KEYS - 1) // KEYS * KEYS):
+        offsets[t] = offsets[count - 1]
+
+
+@jit
+def pair_weights(scores, count, words):
+    """The weights scores[0:count] in bf16, with a 0 behind an odd number."""
+    for t in range(count):
+        store(words, t, load(scores, t))
+    if count % 2:
+        store(words, count, ZERO)
+
+
+@jit
+def attend_part_in_pairs(p, keys, values, begin, end, table, head, query, sums, states, scratch):
+    """`attend_part` for bf16 with products of pairs: of a key's neighbouring elements, then of neighbouring keys.
+
+    Scratch: [rows int64 [TILE] | next rows int64 [TILE] | scores fp32 [group, TILE] | kept fp32 [group] | weights bf16
+    [group, TILE]].
+    """
+    group, key_dim, value_dim, scale = p[14], p[15], p[16], float_in(p, 20)
+    rows, following, scores = i64_at(scratch), i64_at(scratch + 8 * TILE), f32_at(scratch + 16 * TILE)
+    kept = shift(scores, group * TILE)
+    weights = scratch + 16 * TILE + 4 * (group * TILE + group)
+    begin_part(group, value_dim, sums, states)
+    for t in range(TILE):
+        following[t] = 0
+    if begin < end:
+        find_rows(p, table, head, begin, min(TILE, end - begin), rows)
+    for first in range(begin, end, TILE):
+        count, after = min(TILE, end - first), min(TILE, end - first - TILE)
+        if after > 0:
+            find_rows(p, table, head, first + TILE, after, following)
+        for t in range(0, count, KEYS):
+            for g in range(0, group, HEADS):
+                score_heads(min(HEADS, group - g), shift(query, g * key_dim), keys, shift(rows, t), key_dim, scale,
+                            shift(scores, g * TILE + t), values, shift(following, t), value_dim)  # fmt: skip
+        for g in range(group):
+            mine = shift(scores, g * TILE)
+            store(kept, g, softmax_tile(mine, count, shift(states, 2 * g)))
+            pair_weights(mine, count, bf16_at(weights + 2 * TILE * g))
+        for g in range(0, group, HEADS):
+            add_heads(min(HEADS, group - g), values, rows, (count + 1) // 2, i32_at(weights + 2 * TILE * g), value_dim,
+                      shift(kept, g), shift(sums, g * value_dim), keys, following, key_dim)  # fmt: skip
+        rows, following = following, rows
 
 
 @jit
@@ -168,56 +250,66 @@ def write_newest(p, keys, values, key, value, slot, row, head):
         target[i] = source[i]
 
 
-@jit
-def decode(p, keys, values, query, key, value, out):
-    """Decode rows of a step.
+def _decode_with(attend):
+    """The kernel's work with `attend` for each part."""
 
-    p[2], p[3] the cache's `keys`, `values` T [slots, kv_heads, dim]; p[4] `query` T [rows, heads, key_dim]; p[5], p[6]
-    the step's `key`, `value`; p[7] `out` T [rows, heads, value_dim]; p[8] sinks fp32 [heads] or 0.
-    p[9] int64 [requests, 6]: row, slot to write (-1: none), first key, end of keys, address of the block ids, block of
-    its column 0. p[10] requests, p[11] parts per request, p[12] block_size, p[13] kv_heads, p[14] heads per KV head,
-    p[15] key_dim, p[16] value_dim, p[17] scratch fp32, p[18] floats of a part, p[19] parts done int64 [requests *
-    kv_heads], all 0 before and after; p[20] the scale; p[21] elements between the rows of `value`.
+    @jit
+    def decode(p, keys, values, query, key, value, out):
+        """Decode rows of a step.
 
-    Scratch begins with the parts ([sums | states] each), then has room for queries, scores and offsets per thread.
-    """
-    requests, parts, kv_heads, group, key_dim, value_dim = p[10], p[11], p[13], p[14], p[15], p[16]
-    stride, scale = p[18], float_in(p, 20)
-    per_thread = (group * (key_dim + TILE) + 2 * TILE + 15) // 16 * 16
-    mine = p[17] + 4 * (requests * kv_heads * parts * stride + take(p, 1) * per_thread)
-    offsets, q = i64_at(mine), f32_at(mine + 8 * TILE)
-    scores = shift(q, group * key_dim)
-    while True:
-        piece = take(p, 0)
-        if piece >= requests * kv_heads * parts:
-            break
-        pair, part = piece // parts, piece % parts
-        request, head = pair // kv_heads, pair % kv_heads
-        info = shift(i64_at(p[9]), request * 6)
-        row, first, end = info[0], info[2], info[3]
-        per_part = (end - first + parts - 1) // parts
-        begin, stop = min(end, first + part * per_part), min(end, first + (part + 1) * per_part)
-        if begin < stop and stop == end and info[1] >= 0:
-            write_newest(p, keys, values, key, value, info[1], row, head)
-        first_row = (row * kv_heads + head) * group
-        for i in range(group * key_dim):
-            store(q, i, load(query, first_row * key_dim + i) * scale)
-        sums = shift(f32_at(p[17]), piece * stride)
-        states = shift(sums, group * value_dim)
-        table = shift(i64_at(info[4]), -info[5])
-        attend_part(p, keys, values, begin, stop, table, head, q, sums, states, scores, offsets)
-        if take(i64_at(p[19]), pair) == parts - 1:
-            i64_at(p[19])[pair] = 0
-            sums = shift(f32_at(p[17]), pair * parts * stride)
+        p[2], p[3] the cache's `keys`, `values` T [slots, kv_heads, dim]; p[4] `query` T [rows, heads, key_dim]; p[5],
+        p[6] the step's `key`, `value`; p[7] `out` T [rows, heads, value_dim]; p[8] sinks fp32 [heads] or 0.
+        p[9] int64 [requests, 6]: row, slot to write (-1: none), first key, end of keys, address of the block ids, block
+        of its column 0. p[10] requests, p[11] parts per request, p[12] block_size, p[13] kv_heads, p[14] heads per KV
+        head, p[15] key_dim, p[16] value_dim, p[17] scratch fp32, p[18] floats of a part, p[19] parts done int64
+        [requests * kv_heads], all 0 before and after; p[20] the scale; p[21] elements between the rows of `value`.
+
+        Scratch begins with the parts ([sums | states] each), then has room for `attend` per thread.
+        """
+        requests, parts, kv_heads, group, key_dim, value_dim = p[10], p[11], p[13], p[14], p[15], p[16]
+        stride = p[18]
+        per_thread = (group * (max(key_dim, 2 * TILE) + TILE) + 4 * TILE + 15) // 16 * 16
+        mine = p[17] + 4 * (requests * kv_heads * parts * stride + take(p, 1) * per_thread)
+        while True:
+            piece = take(p, 0)
+            if piece >= requests * kv_heads * parts:
+                break
+            pair, part = piece // parts, piece % parts
+            request, head = pair // kv_heads, pair % kv_heads
+            info = shift(i64_at(p[9]), request * 6)
+            row, first, end = info[0], info[2], info[3]
+            per_part = (end - first + parts - 1) // parts
+            begin, stop = min(end, first + part * per_part), min(end, first + (part + 1) * per_part)
+            if begin < stop and stop == end and info[1] >= 0:
+                write_newest(p, keys, values, key, value, info[1], row, head)
+            first_row = (row * kv_heads + head) * group
+            sums = shift(f32_at(p[17]), piece * stride)
             states = shift(sums, group * value_dim)
-            sinks = 0 if p[8] == 0 else p[8] + 4 * head * group
-            for g in range(group):
-                finish(sums, states, stride, parts, sinks, g, group, value_dim, shift(out, (first_row + g) * value_dim))
+            table = shift(i64_at(info[4]), -info[5])
+            attend(p, keys, values, begin, stop, table, head, shift(query, first_row * key_dim), sums, states, mine)
+            if take(i64_at(p[19]), pair) == parts - 1:
+                i64_at(p[19])[pair] = 0
+                sums = shift(f32_at(p[17]), pair * parts * stride)
+                states = shift(sums, group * value_dim)
+                sinks = 0 if p[8] == 0 else p[8] + 4 * head * group
+                for g in range(group):
+                    finish(
+                        sums, states, stride, parts, sinks, g, group, value_dim, shift(out, (first_row + g) * value_dim)
+                    )
+
+    return decode
+
+
+_decode_alone, _decode_in_pairs = _decode_with(attend_part), _decode_with(attend_part_in_pairs)
 
 
 def decode_bf16(p):
-    decode(p, bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), bf16_at(p[5]), bf16_at(p[6]), bf16_at(p[7]))
+    keys, values, query, key, value = bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), bf16_at(p[5]), bf16_at(p[6])
+    if p[15] % STEP == 0 and p[16] % STEP == 0:
+        _decode_in_pairs(p, keys, values, query, key, value, bf16_at(p[7]))
+    else:
+        _decode_alone(p, keys, values, query, key, value, bf16_at(p[7]))
 
 
 def decode_f32(p):
-    decode(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), f32_at(p[5]), f32_at(p[6]), f32_at(p[7]))
+    _decode_alone(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), f32_at(p[5]), f32_at(p[6]), f32_at(p[7]))

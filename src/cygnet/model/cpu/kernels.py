@@ -29,6 +29,7 @@ _KERNELS = {
     "multiply_i8": ("linear_kernels", "12q"),
     "round_panels": ("linear_kernels", "8q"),
     "best": ("argmax_kernels", "6q"),
+    "best_of_panels": ("argmax_kernels", "8q"),
     "screen": ("argmax_kernels", "13q"),
     "settle": ("argmax_kernels", "13q"),
 }

@@ -12,6 +12,7 @@ from cygnet.model.description import AttentionSpec, MoeSpec
 from cygnet.model.kernels import MoeParameters
 from cygnet.model.layers import RmsNorm
 from cygnet.model.ops import STEP_OPS, TorchOps, value_heads
+from cygnet.model.packed import first_of_largest
 from cygnet.model.rope import Cos, Sin
 
 ALONE = 16384
@@ -114,8 +115,7 @@ class NumbaOps:
         parts = -(-size // PIECE)
         found = torch.empty(rows, parts, 2, dtype=torch.int64)
         self._kernel("best", x.dtype)(_threads(rows * size), x.data_ptr(), found.data_ptr(), rows, size, parts, PIECE)
-        values, places = found.unbind(-1)
-        return places.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
+        return first_of_largest(found)
 
     def _kernel(self, name: str, dtype: torch.dtype) -> Kernel:
         kernel = self._kernels.get((name, dtype))
