@@ -9,7 +9,9 @@ import torch
 from contracts.step_runner import CHECKS, PROMPTS, MakeSubject, Subject
 from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.engine.core import EngineCore
+from cygnet.engine.graph_buckets import Buckets
 from cygnet.engine.plan import StepRunner
+from cygnet.engine.runtime.cuda_graphs import DecodeGraphs, GroupLayout
 from cygnet.engine.runtime.model_runner import ModelRunner
 from cygnet.engine.runtime.step_device import ALIGNMENT, CudaDevice, PlainDevice, Staging, StepDevice
 from cygnet.engine.scheduler import SchedulerPolicy
@@ -17,7 +19,9 @@ from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes
 from cygnet.model.attention.torch_cpu import TorchBackend
+from cygnet.model.description import GroupName
 from support.fake_runner import FakeRunner, LateRunner
+from support.graph_device import FakeGraphDevice, StaticTorchBackend
 from support.late_device import LateDevice
 from support.tiny_model import tiny_model
 
@@ -46,9 +50,26 @@ def model_subject(device: StepDevice) -> Subject:
     return subject_of(geometry, ModelRunner(model, pool, window=geometry.window, eos_token_ids=(), device=device))
 
 
+def graphed_subject() -> Subject:
+    """Decodes of up to two requests are replayed, padded; later than the device can be."""
+    model = tiny_model(backend := StaticTorchBackend())
+    geometry = model.description.kv_geometry(4)
+    pool = DevicePool(geometry, SIZES, dtype=torch.float32, device="cpu", poison=True, scratch=True)
+    assert pool.scratch_full is not None
+    assert pool.scratch_swa is not None
+    groups: dict[GroupName, GroupLayout] = {
+        "full": GroupLayout(pool.full, 30, pool.scratch_full),
+        "swa": GroupLayout(pool.swa, 5, pool.scratch_swa),
+    }
+    graphs = DecodeGraphs(model, backend, FakeGraphDevice(), Buckets((2,)), block_size=4, groups=groups)
+    runner = ModelRunner(model, pool, window=geometry.window, eos_token_ids=(), forward=graphs, device=LateDevice())
+    return subject_of(geometry, runner)
+
+
 SUBJECTS: dict[str, MakeSubject] = {
     "model": lambda: model_subject(PlainDevice(CPU)),
     "model on a late device": lambda: model_subject(LateDevice()),
+    "graphs on a late device": graphed_subject,
     "fake": lambda: subject_of(FAKE, FakeRunner(FAKE, 4)),
     "late fake": lambda: subject_of(FAKE, LateRunner(FAKE, 4)),
 }
