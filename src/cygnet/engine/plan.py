@@ -60,9 +60,8 @@ class StepPlan:
         return sum(request.num_tokens for request in self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The token chosen after a request's last one."""
+class SampledToken(msgspec.Struct, frozen=True):
+    """The token chosen after a request's last one. A struct for the reason above."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None

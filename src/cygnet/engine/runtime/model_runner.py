@@ -124,7 +124,7 @@ class ModelRunner:
         hidden = self._forward(batch)
         last = hidden if sampled is None else hidden[sampled]
         states = [row.sampling for _, row in inputs.sampled]
-        counts = [int(self._rows.num_tokens[row.line]) - row.num_prompt_tokens for _, row in inputs.sampled]
+        counts = inputs.num_outputs()
         greedy = logits = None
         if states and all_plain_greedy(states, counts):  # without a copy of all logits in fp32
             greedy = self._device.download(self._model.greedy(last))

@@ -82,7 +82,8 @@ class Rows:
         self.last[lines] = [token.token_id for token in tokens]
         self.num_tokens[lines] += 1
         for row, token in zip(rows, tokens, strict=True):
-            row.sampling.append(token.token_id)
+            if row.sampling.counts_outputs:
+                row.sampling.append(token.token_id)
 
     def gather_full(self, lines: Ints, out: Ints) -> None:
         """The first blocks of each line, as many as `out` [lines, blocks] has columns."""

@@ -43,6 +43,11 @@ class StepInputs:
         """Requests that get a token, in the step's order."""
         self._sampled_tokens = self.query_start[1:][sampling] - 1
 
+    def num_outputs(self) -> list[int]:
+        """How many output tokens each request of `sampled` has already."""
+        known = self._all.num_tokens[[row.line for _, row in self.sampled]].tolist()
+        return [count - row.num_prompt_tokens for count, (_, row) in zip(known, self.sampled, strict=True)]
+
     def batch(self, pool: DevicePool, staging: Staging, *, window: int) -> tuple[ForwardBatch, torch.Tensor | None]:
         """The step on the device; and which of its tokens [rows] to choose a next one after, `None` for all of them.
 
