@@ -15,7 +15,7 @@ from cygnet.base.sampling import SamplingParams
 from cygnet.engine.core import EngineCore
 from cygnet.engine.request import Request
 from cygnet.engine.runtime.local import LocalEngine
-from cygnet.engine.runtime.model_runner import Row
+from cygnet.engine.runtime.rows import Row, Rows
 from cygnet.engine.runtime.setup import assemble
 from cygnet.engine.scheduler import SchedulerPolicy
 from cygnet.kv.manager import KVManager
@@ -35,7 +35,7 @@ class CountingRunner(FakeRunner):
 
     def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
         self.audits += 1
-        return [] if self._rows.keys() == running.keys() | set(gone) else ["rows"]
+        return super().audit(running, gone)
 
 
 def local(audit: str) -> tuple[LocalEngine, CountingRunner]:
@@ -43,7 +43,7 @@ def local(audit: str) -> tuple[LocalEngine, CountingRunner]:
         KVManager(GEOMETRY, PoolSizes(4, 40, 20, 80)), SchedulerPolicy(), fingerprint="fake", vocab_size=VOCAB
     )
     runner = CountingRunner(GEOMETRY, 4)
-    return LocalEngine(core, runner, audit=audit), runner  # type: ignore[arg-type]
+    return LocalEngine(core, runner, audit=audit), runner
 
 
 def test_an_idle_audit_never_holds_up_an_output() -> None:
@@ -93,53 +93,74 @@ def test_an_eos_beyond_the_models_vocabulary_can_be_held_back(model: HybridModel
     assert len(tokens) >= 3
 
 
-def change_token(row: Row) -> None:
+def change_token(rows: Rows, row: Row) -> None:
     row.tokens[3] += 1
 
 
-def change_full(row: Row) -> None:
-    row.full[1] += 1
+def change_last(rows: Rows, row: Row) -> None:
+    rows.last[row.line] += 1
 
 
-def change_swa(row: Row) -> None:
-    row.swa[row.num_tokens // 4] += 1
+def change_number(rows: Rows, row: Row) -> None:
+    rows.num_tokens[row.line] += 1
 
 
-def change_floor(row: Row) -> None:
-    row.key_floor += 1
+def change_full(rows: Rows, row: Row) -> None:
+    rows.full[row.line, 1] += 1
 
 
-def change_counts(row: Row) -> None:
+def change_swa(rows: Rows, row: Row) -> None:
+    rows.swa[row.line, rows.num_tokens[row.line] // 4] += 1
+
+
+def change_floor(rows: Rows, row: Row) -> None:
+    rows.key_floor[row.line] += 1
+
+
+def change_cached(rows: Rows, row: Row) -> None:
+    rows.write_full_from[row.line] += 4
+
+
+def change_counts(rows: Rows, row: Row) -> None:
     row.sampling.append(7)
+
+
+def take_a_line(rows: Rows, row: Row) -> None:
+    rows._free.append(row.line)
 
 
 CHANGES = [
     (change_token, "another tokens"),
+    (change_last, "another last token"),
+    (change_number, "another number of tokens"),
     (change_full, "another full block table"),
     (change_swa, "another SWA block table"),
     (change_floor, "another key floor"),
+    (change_cached, "another cached prefix"),
     (change_counts, "another output counts"),
+    (take_a_line, "1 used and 64 free lines"),
 ]
 
 
 @pytest.mark.parametrize(("change", "words"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
-def test_a_row_that_differs_is_found(engine: LocalEngine, change: Callable[[Row], None], words: str) -> None:
+def test_a_row_that_differs_is_found(model: HybridModel, change: Callable[[Rows, Row], None], words: str) -> None:
+    engine = engine_for(model, "kv.block_size=4", "kv.memory=4MiB")
     name = RequestId(change.__name__)
     prompt = [Random(name).randrange(tiny.VOCAB) for _ in range(50)]
     engine.add(AddRequest(name, prompt, SamplingParams(max_tokens=40, ignore_eos=True, frequency_penalty=0.1)))
     for _ in range(5):
         engine.step()
     engine.check()
-    change(engine._runner._rows[name])
+    rows = engine._runner._rows  # type: ignore[attr-defined]
+    change(rows, rows[name])
     with pytest.raises(InvariantError, match=words):
         engine.check()
-    engine.abort([name])
 
 
 def test_a_row_too_many_and_one_too_few_are_found(engine: LocalEngine) -> None:
     engine.add(AddRequest("row", [1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True)))
     engine.step()
-    rows = engine._runner._rows
+    rows = engine._runner._rows._rows  # type: ignore[attr-defined]
     rows[RequestId("other")] = rows.pop(RequestId("row"))
     with pytest.raises(InvariantError, match=r"(?s)row of other, which does not run.*no row of row"):
         engine.check()

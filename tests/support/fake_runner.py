@@ -10,11 +10,14 @@ exact:
 which is the error front of a window rebuild.
 """
 
+from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 
+from cygnet.base.errors import InvariantError
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.ids import RequestId
 from cygnet.engine.plan import NewRequest, SampledToken, StepPlan, StepResult
+from cygnet.engine.request import Request
 
 VOCAB = 50
 
@@ -28,19 +31,73 @@ def next_token(tokens: list[int]) -> int:
     return int.from_bytes(prefix_digest(tokens), "little") % VOCAB
 
 
-class FakeRunner:
-    """Implements `execute(plan)` like `ModelRunner`; `wrong` lists every read of KV that was not what it should be."""
+class FakeStep:
+    """A step of a fake runner."""
 
-    def __init__(self, geometry: KVGeometry, block_size: int) -> None:
+    def __init__(self, runner: "FakeRunner", plan: StepPlan) -> None:
+        self._runner = runner
+        self._plan = plan
+
+    def done(self) -> bool:
+        return self._runner._done(self._plan)
+
+    def result(self) -> StepResult:
+        return self._runner._finish(self._plan)
+
+
+class FakeRunner:
+    """A `StepRunner`; `wrong` lists every read of KV that was not what it should be.
+
+    What happens is told to `tell` as (what, step): "launch" before the step, "result" when that is asked for.
+    """
+
+    asynchronous = False
+
+    def __init__(
+        self, geometry: KVGeometry, block_size: int, *, tell: Callable[[str, int], None] = lambda what, step: None
+    ) -> None:
         self._geometry = geometry
+        self._tell = tell
         self._size = block_size
         self._full: dict[int, bytes] = {}
         self._swa: dict[int, tuple[bytes, int]] = {}
         self._rows: dict[RequestId, tuple[NewRequest, list[int], dict[int, int], dict[int, int]]] = {}
         self.wrong: list[str] = []
         self.num_computed = 0
+        self._result: StepResult | None = None
+        self._pending = False
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        if self._pending:
+            raise InvariantError("a step is pending")
+        self._pending = True
+        self._tell("launch", plan.step)
+        self._start(plan)
+        return FakeStep(self, plan)
+
+    def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
+        faults = [] if self._rows.keys() == running.keys() | set(gone) else ["rows of other requests"]
+        for request_id in running.keys() & self._rows.keys():
+            if self._rows[request_id][1] != running[request_id].token_ids:
+                faults.append(f"other tokens of {request_id}")
+        return faults
+
+    def _start(self, plan: StepPlan) -> None:
+        self._result = self._run_step(plan)
+
+    def _done(self, plan: StepPlan) -> bool:
+        return True
+
+    def _finish(self, plan: StepPlan) -> StepResult:
+        self._tell("result", plan.step)
+        assert self._result is not None
+        self._pending = False
+        return self._result
+
+    def _run_step(self, plan: StepPlan) -> StepResult:
         for block in plan.freed_full:
             for slot in range(block * self._size, (block + 1) * self._size):
                 self._full.pop(slot, None)
@@ -113,3 +170,43 @@ class FakeRunner:
         written.add(("swa", slot))
         self._swa[slot] = (prefix_digest(tokens[: position + 1]), min(layers, 1 + exact))
         return good and exact == layers
+
+
+class LateRunner(FakeRunner):
+    """A fake runner whose device takes its time: all work is done at the last moment, when the result is asked for.
+
+    It is seen working `looks` times per step, each of them told as "working". The step numbered `fails_at` fails on the
+    device.
+    """
+
+    asynchronous = True
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        block_size: int,
+        *,
+        tell: Callable[[str, int], None] = lambda what, step: None,
+        looks: int = 3,
+        fails_at: int = -1,
+    ) -> None:
+        super().__init__(geometry, block_size, tell=tell)
+        self._looks = looks
+        self._fails_at = fails_at
+        self._left = 0
+
+    def _start(self, plan: StepPlan) -> None:
+        self._left = self._looks
+
+    def _done(self, plan: StepPlan) -> bool:
+        if self._left > 0:
+            self._left -= 1
+            self._tell("working", plan.step)
+            return False
+        return True
+
+    def _finish(self, plan: StepPlan) -> StepResult:
+        if plan.step == self._fails_at:
+            raise RuntimeError("the device failed")
+        self._result = self._run_step(plan)
+        return super()._finish(plan)

@@ -10,12 +10,15 @@ from cygnet.model.ops import StepOps, TorchOps
 WINDOW = 9
 
 
-def tiny_model(backend: AttentionBackend, ops: StepOps | None = None, *, seed: int = 0) -> HybridModel:
-    """Full and SWA layers of unlike KV heads, K unlike V, sinks, q/k norms, sandwich norms, a dense and a MoE MLP."""
+def tiny_model(
+    backend: AttentionBackend, ops: StepOps | None = None, *, seed: int = 0, mlp: DenseMlp | None = None
+) -> HybridModel:
+    """Full and SWA layers of unlike KV heads, K unlike V, sinks, q/k norms, sandwich norms, a dense and a MoE MLP, or
+    `mlp` in place of the latter."""
     rope = RopeSpec(1e4, 8)
     full = AttentionSpec(4, 1, 16, 8, 0.25, rope, qk_norm=True)
     swa = AttentionSpec(4, 2, 16, 8, 0.25, rope, window=WINDOW, sinks=True, value_scale=0.7)
-    moe = MoeSpec(4, 2, 12, "silu", "sigmoid", selection_bias=True)
+    moe = mlp or MoeSpec(4, 2, 12, "silu", "sigmoid", selection_bias=True)
     dense = DenseMlp(24, "gelu_pytorch_tanh")
     description = ModelDescription(
         family="tiny",

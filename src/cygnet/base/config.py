@@ -93,6 +93,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_kernels: Annotated[
         str, Meta(description="norms, rotation, activations: auto, or a registered name (torch, numba)")
     ] = "auto"
+    cuda_graphs: Annotated[
+        Literal["auto", "on", "off"] | tuple[Annotated[int, Meta(ge=1)], ...],
+        Meta(
+            description="decode steps replayed as CUDA graphs, which take part of kv.memory: auto (on a GPU whose "
+            "kernels allow it; an eighth at most), on, off, or the batch sizes to capture, such as [1, 8, 64]"
+        ),
+    ] = "auto"
     num_threads: Annotated[int, Meta(ge=0, description="compute threads; 0: the CPUs this process may use")] = 0
     audit: Annotated[
         Literal["off", "idle", "step"], Meta(description="when to re-check the bookkeeping from scratch")

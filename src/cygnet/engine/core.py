@@ -1,6 +1,7 @@
 """EngineCore: requests in, step plans out, results in, events out. Pure: no clock, no device, no I/O."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from cygnet.base.errors import ContextLengthError, InvalidRequestError, InvariantError, QueueFullError, RequestError
 from cygnet.base.ids import RequestId
@@ -10,11 +11,21 @@ from cygnet.engine.request import Request
 from cygnet.engine.scheduler import Scheduler, SchedulerPolicy
 from cygnet.kv.hashing import root_key
 from cygnet.kv.manager import KVManager
+from cygnet.kv.request_kv import RequestKV
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that was checked and whose prompt was hashed, ready to be queued."""
+
+    message: AddRequest
+    kv: RequestKV
 
 
 class EngineCore:
     """One replica's engine, as a state machine.
 
+        prepare       at any time: looks at nothing that changes
         add / abort   at any time between `apply` and the next `schedule`
         schedule(now) → StepPlan, or None when nothing can run
         apply(result, now) → outputs; must follow each plan before the next `schedule`
@@ -69,10 +80,24 @@ class EngineCore:
 
     def add(self, message: AddRequest, now_ns: int) -> None:
         """Queue a request. Raises a `RequestError` if it can't be served, now or ever."""
-        request_id = RequestId(message.request_id)
+        self.add_prepared(self.prepare(message), now_ns)
+
+    def prepare(self, message: AddRequest) -> PreparedRequest:
+        """The part of `add` that takes long and depends on the message alone: checks, and the keys of the prompt's
+        blocks. Changes nothing. Raises a `RequestError` if the request can never be served."""
         self._check(message)
-        arrival = min(message.arrival_ns or now_ns, now_ns)  # from another clock it could be last in line for ever
         root = root_key(self._fingerprint, message.cache_salt)
+        kv = self.kv.new(RequestId(message.request_id), root, message.prompt_token_ids)
+        return PreparedRequest(message, kv)
+
+    def add_prepared(self, prepared: PreparedRequest, now_ns: int) -> None:
+        """The rest of `add`. Raises a `RequestError` if the request can't be served now. A prepared request is added
+        once."""
+        message, request_id = prepared.message, prepared.kv.request_id
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", request_id=request_id)
+        if len(self._requests) >= self.max_requests:
+            raise QueueFullError(f"{self.max_requests} requests are running or waiting", request_id=request_id)
         sampling = message.sampling
         request = Request(
             request_id,
@@ -80,9 +105,10 @@ class EngineCore:
             len(message.prompt_token_ids),
             sampling,
             max_tokens=min(sampling.max_tokens, self.kv.sizes.max_model_len - len(message.prompt_token_ids)),
-            arrival_ns=arrival,
+            # From another clock it could be last in line for ever.
+            arrival_ns=min(message.arrival_ns or now_ns, now_ns),
             sequence=self.num_added,
-            kv=self.kv.new(request_id, root, message.prompt_token_ids),
+            kv=prepared.kv,
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
         )
         self.num_added += 1
@@ -91,8 +117,6 @@ class EngineCore:
 
     def _check(self, message: AddRequest) -> None:
         request_id, tokens = message.request_id, message.prompt_token_ids
-        if request_id in self._requests:
-            raise InvalidRequestError(f"request id {request_id!r} is in use", request_id=request_id)
         if not tokens:
             raise InvalidRequestError("the prompt is empty", param="prompt", request_id=request_id)
         if min(tokens) < 0 or max(tokens) >= self._vocab_size:
@@ -121,8 +145,6 @@ class EngineCore:
                 param="prompt",
                 request_id=request_id,
             )
-        if len(self._requests) >= self.max_requests:
-            raise QueueFullError(f"{self.max_requests} requests are running or waiting", request_id=request_id)
 
     def abort(self, request_ids: Iterable[str], now_ns: int) -> list[RequestOutput]:
         """End requests; their blocks are free (or cached) at once. Ids not known are ignored."""

@@ -7,7 +7,7 @@ A captured graph replays one fixed batch size. A step of fewer requests is padde
 
 Memory. Graphs share one pool for what a step allocates on the way, since only one replays at a time. The largest is
 captured first, and the smaller ones fit into the memory it leaves behind; so the pool costs what the largest needs, and
-each graph adds only its own launch records.
+each graph adds only its own launch records. The static inputs are shared too, and made for the largest.
 """
 
 from bisect import bisect_left
@@ -29,10 +29,17 @@ class GraphMemory:
     """Activations of a step, per request in the batch, kept in the shared pool."""
     graph_bytes: int
     """Records of one graph, whatever its batch size."""
+    input_bytes_per_row: int = 0
+    """Static inputs, block tables above all, per request in the largest batch."""
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What the largest batch costs, per request."""
+        return self.pool_bytes_per_row + self.input_bytes_per_row
 
     def total(self, sizes: Sequence[int]) -> int:
-        """Bytes of graphs for `sizes`: one pool that fits the largest, and every graph's records."""
-        return self.pool_bytes_per_row * max(sizes, default=0) + self.graph_bytes * len(sizes)
+        """Bytes of graphs for `sizes`: inputs and one pool that fit the largest, and every graph's records."""
+        return self.bytes_per_row * max(sizes, default=0) + self.graph_bytes * len(sizes)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def choose_buckets(max_num_seqs: int, memory: GraphMemory, budget_bytes: int) ->
         thinned = [*sizes[:-1][::2], sizes[-1]]
         # Dropping the largest frees its share of the pool; thinning frees records. Take what frees more.
         if len(thinned) < len(sizes) and memory.graph_bytes * (len(sizes) - len(thinned)) > (
-            memory.pool_bytes_per_row * (sizes[-1] - sizes[-2]) + memory.graph_bytes
+            memory.bytes_per_row * (sizes[-1] - sizes[-2]) + memory.graph_bytes
         ):
             sizes = thinned
         else:

@@ -1,12 +1,15 @@
-"""What the engine decides (StepPlan) and what it is told back (StepResult)."""
+"""What the engine decides (StepPlan), what it is told back (StepResult), and who carries it out (StepRunner)."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from cygnet.base.ids import BlockId, RequestId
 from cygnet.base.messages import PositionLogprobs
 from cygnet.base.sampling import SamplingParams
+from cygnet.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,8 @@ class StepPlan:
         return sum(request.num_tokens for request in self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The token chosen after a request's last one."""
+class SampledToken(msgspec.Struct, frozen=True):
+    """The token chosen after a request's last one. A struct for the reason above."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
@@ -71,3 +73,28 @@ class StepResult:
 
     step: int
     sampled: dict[RequestId, SampledToken]
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def done(self) -> bool:
+        """Whether the device is through with it. Never waits."""
+
+    def result(self) -> StepResult:
+        """Wait for the device, and choose the tokens. To be called once; raises what the step failed with."""
+
+
+class StepRunner(Protocol):
+    """Carries out plans, one at a time: `launch`, then `result` of what it gave, then the next `launch`."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `launch` leaves the work to a device and comes back before it is done. If not, launching takes as
+        long as the step, and its result is there at once."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start the step. Launching while another one is pending is an `InvariantError`."""
+
+    def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
+        """All discrepancies between what it keeps and the core's running requests; between steps only."""

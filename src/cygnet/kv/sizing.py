@@ -29,6 +29,26 @@ def min_swa_blocks(geometry: KVGeometry, block_size: int, chunk: int) -> int:
     return geometry.window_blocks(block_size) + ceil(chunk / block_size) + 1 if geometry.has_swa else 0
 
 
+@dataclass(frozen=True)
+class MinimumPools:
+    """The least that is worth starting with: blocks of each pool, and what they weigh."""
+
+    full_blocks: int
+    swa_blocks: int
+    num_bytes: int
+
+
+def min_pools(
+    geometry: KVGeometry, *, block_size: int, chunk: int, model_max_len: int, max_model_len: int = 0
+) -> MinimumPools:
+    """What `plan_pools` refuses to go below: a request of `max_model_len` tokens or, where that is 0, one chunk."""
+    length = max_model_len or model_max_len
+    full = ceil(length / block_size) if max_model_len else ceil(chunk / block_size) + 1
+    swa = min_swa_blocks(geometry, block_size, min(chunk, length))
+    weight = full * geometry.full.block_bytes(block_size) + swa * geometry.swa.block_bytes(block_size)
+    return MinimumPools(full, swa, weight)
+
+
 def plan_pools(
     geometry: KVGeometry,
     *,
@@ -54,13 +74,14 @@ def plan_pools(
         )
     full_block, swa_block = geometry.full.block_bytes(block_size), geometry.swa.block_bytes(block_size)
     length = max_model_len or model_max_len
-    needed_full = ceil(length / block_size) if max_model_len else ceil(chunk / block_size) + 1
-    needed_swa = min_swa_blocks(geometry, block_size, min(chunk, length))
-    minimum = needed_full * full_block + needed_swa * swa_block
-    if budget_bytes < minimum:
+    least = min_pools(
+        geometry, block_size=block_size, chunk=chunk, model_max_len=model_max_len, max_model_len=max_model_len
+    )
+    needed_full, needed_swa = least.full_blocks, least.swa_blocks
+    if budget_bytes < least.num_bytes:
         raise ConfigError(
-            f"KV budget {format_bytes(budget_bytes)} is below the minimum of {format_bytes(minimum)} "
-            f"({minimum} bytes): {needed_full * block_size} tokens of full KV"
+            f"KV budget {format_bytes(budget_bytes)} is below the minimum of {format_bytes(least.num_bytes)} "
+            f"({least.num_bytes} bytes): {needed_full * block_size} tokens of full KV"
             + (f" + window {geometry.window} + chunk {min(chunk, length)} + one block of SWA KV" if needed_swa else "")
             + "; raise --kv-cache-memory, or lower --max-num-batched-tokens"
             + (" or --max-model-len" if max_model_len else "")

@@ -18,7 +18,7 @@ class GroupBatch:
     """Where one group (full or swa) keeps the KV of the step's requests.
 
     Request `r` at position `p` lives in block `block_table[r, p // block_size - first_block[r]]`, at offset
-    `p % block_size`. Columns beyond a request's blocks hold 0 and are never read.
+    `p % block_size`. Columns beyond a request's blocks hold ids of any blocks and are never read.
 
         positions   0 ......... key_floor ......... query 0 ... query n-1 = seq_len - 1
                     not readable | readable, cached  | this step's tokens

@@ -44,6 +44,9 @@ class StepOps(Protocol):
         """Routed experts' output T [rows, hidden] for `x` T [rows, hidden] and `logits(x)` [rows, num_experts] in fp32;
         `None` where the layer's own code is to be used."""
 
+    def fuses_experts(self, spec: MoeSpec) -> bool:
+        """Whether `experts` does the work itself, without waiting for the device."""
+
     def argmax(self, x: Tensor) -> Tensor:
         """int64 [rows]: where each row of `x` T [rows, size] is largest; the first place of equals."""
 
@@ -83,6 +86,9 @@ class TorchOps:
         self, spec: MoeSpec, x: Tensor, logits: Callable[[Tensor], Tensor], learned: MoeParameters
     ) -> Tensor | None:
         return None
+
+    def fuses_experts(self, spec: MoeSpec) -> bool:
+        return False
 
     def argmax(self, x: Tensor) -> Tensor:
         return x.to(wide_dtype(x.dtype)).argmax(dim=-1)  # several times faster than argmax in bf16

@@ -2,7 +2,10 @@
 
 import torch
 
+from cygnet.base.config import resolve
+from cygnet.base.sampling import SamplingParams
 from cygnet.engine.graph_buckets import Buckets
+from cygnet.engine.runtime.setup import assemble
 from cygnet.model.attention.reference import ReferenceBackend
 from cygnet.model.attention.triton_paged import TritonBackend
 from cygnet.model.decoder import HybridModel
@@ -43,3 +46,16 @@ def test_decodes_through_graphs() -> None:
     plain = Harness(tiny_model(ReferenceBackend()), block_size=BLOCK_SIZE)
     check_decodes(plain, graphed, [[0, 1, 2], [2], [1, 0]], [5, 10, 3])
     assert [graph.replays for graph in device.graphs] == [2, 1]
+
+
+def test_an_engine_with_graphs() -> None:
+    """From the setting to the tokens: chunks run plainly, decodes of two requests in a graph of three."""
+    sets = ["kv.memory=2MiB", "kv.block_size=4", "kv.poison=true", "engine.audit=step"]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [[1, 2, 3, 4, 5], list(range(20, 37))]
+    plain = assemble(resolve(sets=sets).config, tiny_model(ReferenceBackend()), name="test")
+    device = FakeGraphDevice()
+    config = resolve(sets=[*sets, "engine.cuda_graphs=[3]"]).config
+    graphed = assemble(config, fused_model(TritonBackend()), name="test", graph_device=device)
+    assert graphed.generate(prompts, params) == plain.generate(prompts, params)
+    assert device.graphs[0].replays == 3

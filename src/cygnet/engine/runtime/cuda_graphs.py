@@ -10,8 +10,9 @@ block* that no request owns: they compute and write like the others, and harm no
 What changes between steps on the host alone (lengths, floors) reaches the kernels through the attention backend's
 static plans. Capturing needs a backend with those: `GraphAttentionBackend`.
 
-**Not run on a GPU.** The logic is tested on the CPU with a device that keeps a graph's contract. The engine does not
-use graphs yet; docs/gpu.md says what is left to connect.
+`graph_setup` decides whether the engine uses graphs, and for which batches.
+
+**Not run on a GPU.** The logic is tested on the CPU with a device that keeps a graph's contract.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,6 +34,8 @@ BYTES_PER_LAUNCH = 4096
 """Device memory of one launch in a graph; a guess."""
 LAUNCHES_PER_LAYER = 16
 """A guess, from counting the kernels of a layer."""
+INPUTS_PER_ROW, INT_BYTES = 4, 8
+"""Static integers of a request besides its block tables: token, position, and a slot per group."""
 
 
 class Graph(Protocol):
@@ -83,8 +86,9 @@ class GroupLayout:
     """A block of `layers` that the KV manager never hands out."""
 
 
-def estimate_memory(description: ModelDescription, dtype_bytes: int) -> GraphMemory:
-    """Cost of graphs: the pool's from above (as if a layer freed nothing before its end), the records' guessed."""
+def estimate_memory(description: ModelDescription, dtype_bytes: int, *, table_blocks: int = 0) -> GraphMemory:
+    """Cost of graphs: the pool's from above (as if a layer freed nothing before its end), the records' guessed, the
+    inputs' exact. `table_blocks` is the width of the block tables of all groups together."""
     widest = 0
     for layer in description.layers:
         a, mlp = layer.attention, layer.mlp
@@ -93,7 +97,7 @@ def estimate_memory(description: ModelDescription, dtype_bytes: int) -> GraphMem
         hidden = copies * (3 * mlp.intermediate_size + description.hidden_size)
         widest = max(widest, 2 * qkv + a.num_heads * a.value_dim + hidden + 4 * description.hidden_size)
     launches = LAUNCHES_PER_LAYER * len(description.layers)
-    return GraphMemory(widest * dtype_bytes, launches * BYTES_PER_LAUNCH)
+    return GraphMemory(widest * dtype_bytes, launches * BYTES_PER_LAUNCH, (INPUTS_PER_ROW + table_blocks) * INT_BYTES)
 
 
 class StaticInputs:
@@ -217,13 +221,18 @@ class DecodeGraphs:
         *,
         block_size: int,
         groups: Mapping[GroupName, GroupLayout],
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Captures all buckets, largest first."""
+        """Captures all buckets, largest first; `progress` is told how many of them are done."""
         self._model = model
         self._backend = backend
         self._buckets = buckets
         self._inputs = StaticInputs(buckets.largest, block_size, groups, model.device)
-        self._captured = {size: self._capture(device, size) for size in buckets.capture_order()}
+        self._captured: dict[int, _Captured] = {}
+        for done, size in enumerate(buckets.capture_order()):
+            progress(done, len(buckets.sizes))
+            self._captured[size] = self._capture(device, size)
+        progress(len(buckets.sizes), len(buckets.sizes))
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:

@@ -6,12 +6,18 @@ from collections.abc import Callable, Sequence
 from cygnet.base.errors import InvariantError
 from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
 from cygnet.base.sampling import SamplingParams
-from cygnet.engine.core import EngineCore
-from cygnet.engine.runtime.model_runner import ModelRunner
+from cygnet.engine.core import EngineCore, PreparedRequest
+from cygnet.engine.plan import PendingStep, StepRunner
 
 
 class LocalEngine:
-    """EngineCore and ModelRunner with a clock. Not thread-safe: one caller steps it.
+    """EngineCore and a runner with a clock. Not thread-safe: one caller steps it.
+
+        step    =  begin  ···············  finish
+                   schedule, launch        wait for the device, apply
+
+    In between, with an asynchronous runner, its holder may do what changes nothing here: `prepare` requests, send
+    outputs. `add` and `abort` belong between `finish` and `begin`, as the core says.
 
     `audit`: `step` re-checks all bookkeeping after every step, `idle` when its holder calls `rest`, `off` never. A
     discrepancy is an `InvariantError`. A check looks at everything cached, so it must not come between a step and its
@@ -21,7 +27,7 @@ class LocalEngine:
     def __init__(
         self,
         core: EngineCore,
-        runner: ModelRunner,
+        runner: StepRunner,
         *,
         audit: str = "idle",
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -31,12 +37,22 @@ class LocalEngine:
         self._audit = audit
         self._clock_ns = clock_ns
         self._unchecked = False
+        self._pending: PendingStep | None = None
+        self._started_ns = 0
         self._last_tokens = 0
         self._last_ms = 0.0
 
     def add(self, message: AddRequest) -> None:
         """Queue a request; raises a `RequestError` if it can't be served."""
         self.core.add(message, self._clock_ns())
+
+    def prepare(self, message: AddRequest) -> PreparedRequest:
+        """The long part of `add`, at any time: see `EngineCore.prepare`."""
+        return self.core.prepare(message)
+
+    def add_prepared(self, prepared: PreparedRequest) -> None:
+        """The rest of `add`; raises a `RequestError` if it can't be served now."""
+        self.core.add_prepared(prepared, self._clock_ns())
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """End requests now."""
@@ -47,16 +63,39 @@ class LocalEngine:
         """Whether there are requests to work on."""
         return self.core.num_requests > 0
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `begin` comes back before the step is done, so that something can be done meanwhile."""
+        return self._runner.asynchronous
+
     def step(self) -> list[RequestOutput]:
         """Schedule, run and apply one step; what it produced."""
-        started = self._clock_ns()
-        plan = self.core.schedule(started)
+        return self.finish() if self.begin() else []
+
+    def begin(self) -> bool:
+        """Schedule a step and launch it; False if there is nothing to run."""
+        self._started_ns = self._clock_ns()
+        plan = self.core.schedule(self._started_ns)
         if plan is None:
-            return []
-        result = self._runner.execute(plan)
+            return False
+        self._pending = self._runner.launch(plan)
+        self._last_tokens = plan.num_tokens
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` would not wait for the device."""
+        return self._pending is None or self._pending.done()
+
+    def finish(self) -> list[RequestOutput]:
+        """Wait for the step that was begun, and apply it; what it produced."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise InvariantError("finish called without a step that was begun")
+        result = pending.result()
         finished = self._clock_ns()
         outputs = self.core.apply(result, finished)
-        self._last_tokens, self._last_ms = plan.num_tokens, (finished - started) / 1e6
+        self._last_ms = (finished - self._started_ns) / 1e6
         self._unchecked = True
         if self._audit == "step":
             self.check()

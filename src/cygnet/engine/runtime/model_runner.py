@@ -1,185 +1,149 @@
 """Carries out step plans: block tables, forward pass, sampling."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
+from cygnet.base.errors import InvariantError
 from cygnet.base.ids import RequestId
-from cygnet.engine.plan import NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
+from cygnet.engine.plan import SampledToken, StepPlan, StepResult
 from cygnet.engine.request import Request
-from cygnet.engine.runtime.sampler import SamplingState, all_plain_greedy, sample
+from cygnet.engine.runtime.rows import Row, Rows
+from cygnet.engine.runtime.sampler import all_plain_greedy, sample
+from cygnet.engine.runtime.step_device import Mark, Staging, StepDevice, step_device
+from cygnet.engine.runtime.step_inputs import StepInputs
 from cygnet.kv.runtime.device_pool import DevicePool
-from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.batch import ForwardBatch
 from cygnet.model.decoder import HybridModel
 
-Ints = NDArray[np.int64]
+Forward = Callable[[ForwardBatch], Tensor]
+"""From a step to the hidden states of its tokens, as `HybridModel` does it."""
 
 
-class Row:
-    """What the runner keeps of a running request: tokens and both block tables, grown in place."""
+class LaunchedStep:
+    """A step on its way on the device. It keeps alive what the device reads and writes until the result is there."""
 
-    def __init__(self, new: NewRequest, stop_ids: tuple[int, ...]) -> None:
-        self.tokens = np.array(new.token_ids, dtype=np.int64)
-        self.num_tokens = len(new.token_ids)
-        self.num_prompt_tokens = new.num_prompt_tokens
-        self.write_full_from = new.write_full_from
-        self.key_floor = new.key_floor
-        self.full = np.zeros(64, dtype=np.int64)
-        self.swa = np.zeros(64, dtype=np.int64)
-        self.sampling = SamplingState(new.sampling, stop_ids, new.num_prompt_tokens)
-        self.sampling.start(new.token_ids)
+    def __init__(
+        self,
+        step: int,
+        rows: Rows,
+        sampled: Sequence[tuple[RequestId, Row]],
+        counts: Sequence[int],
+        *,
+        greedy: Tensor | None,
+        logits: Tensor | None,
+        mark: Mark,
+        finished: Callable[[], None],
+    ) -> None:
+        self._step = step
+        self._rows = rows
+        self._sampled = sampled
+        self._counts = counts
+        self._greedy = greedy
+        self._logits = logits
+        self._mark = mark
+        self._finished = finished
 
-    def append(self, token_id: int) -> None:
-        self.tokens = _put(self.tokens, self.num_tokens, (token_id,))
-        self.num_tokens += 1
-        self.sampling.append(token_id)
+    def done(self) -> bool:
+        return self._mark.done()
 
-    def take_blocks(self, scheduled: ScheduledRequest) -> None:
-        self.full = _put(self.full, scheduled.full_offset, scheduled.new_full_blocks)
-        self.swa = _put(self.swa, scheduled.swa_offset, scheduled.new_swa_blocks)
+    def result(self) -> StepResult:
+        self._mark.wait()
+        self._finished()
+        tokens = self._tokens()
+        self._rows.append([row for _, row in self._sampled], tokens)
+        return StepResult(self._step, {rid: token for (rid, _), token in zip(self._sampled, tokens, strict=True)})
 
-    def audit(self, request: Request, block_size: int) -> list[str]:
-        """What differs from the core's idea of the request."""
-        kv = request.kv
-        full, live = len(kv.full_blocks), slice(kv.live_from, len(kv.swa_blocks))
-        checks = (
-            ("tokens", self.tokens[: self.num_tokens].tolist() == request.token_ids),
-            ("prompt length", self.num_prompt_tokens == request.num_prompt_tokens),
-            ("cached prefix", self.write_full_from == kv.num_hit_blocks * block_size),
-            ("key floor", self.key_floor == kv.key_floor),
-            ("full block table", self.full[:full].tolist() == kv.full_blocks),
-            ("SWA block table", self.swa[live].tolist() == kv.swa_blocks[live]),
-            ("output counts", self.sampling.counts_agree(request.token_ids)),
-        )
-        return [f"the runner's row of {request.request_id} has another {what}" for what, good in checks if not good]
-
-
-def _put(array: Ints, offset: int, values: Sequence[int]) -> Ints:
-    """`array` with `values` at `offset`; grown by doubling when they don't fit."""
-    end = offset + len(values)
-    if end > len(array):
-        array = np.concatenate((array, np.zeros(max(end, 2 * len(array)) - len(array), dtype=np.int64)))
-    array[offset:end] = values
-    return array
+    @torch.inference_mode()
+    def _tokens(self) -> list[SampledToken]:
+        if self._greedy is not None:  # in host memory by now
+            return [SampledToken(token) for token in self._greedy.tolist()]
+        if self._logits is not None:
+            return sample(self._logits, [row.sampling for _, row in self._sampled], self._counts)
+        return []
 
 
 class ModelRunner:
     """Runs one model on one device.
 
     Invariants (`audit`, between steps): it has a row for exactly the core's running requests and those that the next
-    plan declares gone; a row's tokens and block tables are the request's.
+    plan declares gone; a row's tokens and block tables are the request's. At most one step is pending.
     """
 
-    def __init__(self, model: HybridModel, pool: DevicePool, *, window: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        pool: DevicePool,
+        *,
+        window: int,
+        eos_token_ids: Sequence[int],
+        forward: Forward | None = None,
+        device: StepDevice | None = None,
+    ) -> None:
+        """`forward` stands in for calling `model`, and `device` for the model's own."""
         self._model = model
         self._pool = pool
         self._window = window
         # A tokenizer may know tokens that the model has no logits for.
         self._eos = tuple(token for token in eos_token_ids if token < model.description.vocab_size)
-        self._rows: dict[RequestId, Row] = {}
+        self._forward = forward or model
+        self._device = device or step_device(model.device)
+        self._staging = Staging(self._device)
+        self._rows = Rows()
+        self._pending = False
+
+    @property
+    def asynchronous(self) -> bool:
+        """See `StepRunner`."""
+        return self._device.asynchronous
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """A whole step, for scripts."""
+        return self.launch(plan).result()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """One forward pass; a sampled token for every request that reached its last token."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """One forward pass; a sampled token for every request that reached its last token.
+
+        Nothing in here waits for an asynchronous device. Tokens that are simply the likeliest are chosen on the device
+        and copied from it; where more is asked for, `result` samples from the logits once they are there.
+        """
+        if self._pending:
+            raise InvariantError("a step was launched before the last one's result was taken")
+        self._pending = True
         self._pool.poison_blocks(plan.freed_full, plan.freed_swa)
         for request_id in plan.gone:
-            self._rows.pop(request_id, None)
+            self._rows.remove(request_id)
         for new in plan.new:
             eos = () if new.sampling.ignore_eos else self._eos
-            self._rows[new.request_id] = Row(new, (*new.sampling.stop_token_ids, *eos))
-        for scheduled in plan.requests:
-            self._rows[scheduled.request_id].take_blocks(scheduled)
-        hidden = self._model(self._batch(plan.requests))
-        return StepResult(plan.step, self._sample(plan.requests, hidden))
+            self._rows.add(new, (*new.sampling.stop_token_ids, *eos))
+        self._rows.take_blocks(plan.requests)
+        inputs = StepInputs(plan.requests, self._rows)
+        batch, sampled = inputs.batch(self._pool, self._staging, window=self._window)
+        hidden = self._forward(batch)
+        last = hidden if sampled is None else hidden[sampled]
+        states = [row.sampling for _, row in inputs.sampled]
+        counts = inputs.num_outputs()
+        greedy = logits = None
+        if states and all_plain_greedy(states, counts):  # without a copy of all logits in fp32
+            greedy = self._device.download(self._model.greedy(last))
+        elif states:
+            logits = self._model.logits(last)
+        return LaunchedStep(
+            plan.step,
+            self._rows,
+            inputs.sampled,
+            counts,
+            greedy=greedy,
+            logits=logits,
+            mark=self._device.mark(),
+            finished=self._take,
+        )
 
-    def _sample(self, requests: Sequence[ScheduledRequest], hidden: torch.Tensor) -> dict[RequestId, SampledToken]:
-        ends = np.cumsum([r.num_tokens for r in requests]) - 1
-        wanted = [(r.request_id, end) for r, end in zip(requests, ends.tolist(), strict=True) if r.sample]
-        if not wanted:
-            return {}
-        rows = [self._rows[request_id] for request_id, _ in wanted]
-        last = hidden[torch.tensor([end for _, end in wanted], device=hidden.device)]
-        counts = [row.num_tokens - row.num_prompt_tokens for row in rows]
-        states = [row.sampling for row in rows]
-        if all_plain_greedy(states, counts):  # without a copy of all logits in fp32
-            tokens = [SampledToken(token) for token in self._model.greedy(last).tolist()]
-        else:
-            tokens = sample(self._model.logits(last), states, counts)
-        for row, token in zip(rows, tokens, strict=True):
-            row.append(token.token_id)
-        return {request_id: token for (request_id, _), token in zip(wanted, tokens, strict=True)}
+    def _take(self) -> None:
+        self._pending = False
 
     def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
         """All discrepancies between the rows and the core's running requests."""
-        expected = running.keys() | set(gone)
-        faults = [f"the runner has a row of {rid}, which does not run" for rid in self._rows.keys() - expected]
-        faults += [f"the runner has no row of {rid}" for rid in expected - self._rows.keys()]
-        for request_id in running.keys() & self._rows.keys():
-            faults += self._rows[request_id].audit(running[request_id], self._pool.block_size)
-        return faults
-
-    # ------------------------------------------------------------------- batch
-
-    def _batch(self, requests: Sequence[ScheduledRequest]) -> ForwardBatch:
-        rows = [self._rows[r.request_id] for r in requests]
-        pairs = list(zip(requests, rows, strict=True))
-        size = self._pool.block_size
-        full = self._group(
-            [_Table(row.full, 0, 0, write_from=row.write_full_from) for row in rows], requests, self._pool.full
-        )
-        swa = None
-        if self._pool.swa:
-            # Tables begin with the first block that the request's first query may read.
-            firsts = [max(row.key_floor, r.start - self._window) // size for r, row in pairs]
-            tables = [_Table(row.swa, first, row.key_floor) for row, first in zip(rows, firsts, strict=True)]
-            swa = self._group(tables, requests, self._pool.swa)
-        return ForwardBatch(
-            token_ids=self._tensor(np.concatenate([row.tokens[r.start : r.start + r.num_tokens] for r, row in pairs])),
-            positions=self._tensor(np.concatenate([_positions(r) for r in requests])),
-            query_start=[0, *np.cumsum([r.num_tokens for r in requests]).tolist()],
-            seq_lens=[r.start + r.num_tokens for r in requests],
-            block_size=size,
-            full=full,
-            swa=swa,
-        )
-
-    def _group(
-        self, tables: Sequence["_Table"], requests: Sequence[ScheduledRequest], layers: list[LayerKV]
-    ) -> GroupBatch:
-        size = self._pool.block_size
-        lasts = [-(-(r.start + r.num_tokens) // size) for r in requests]
-        width = max(last - table.first_block for table, last in zip(tables, lasts, strict=True))
-        padded = np.zeros((len(tables), width), dtype=np.int64)
-        slots = []
-        for index, (table, request, last) in enumerate(zip(tables, requests, lasts, strict=True)):
-            padded[index, : last - table.first_block] = table.blocks[table.first_block : last]
-            positions = _positions(request)
-            mapping = table.blocks[positions // size] * size + positions % size
-            slots.append(np.where(positions < table.write_from, -1, mapping))
-        return GroupBatch(
-            block_table=self._tensor(padded),
-            first_block=[table.first_block for table in tables],
-            key_floor=[table.key_floor for table in tables],
-            slot_mapping=self._tensor(np.concatenate(slots)),
-            layers=layers,
-        )
-
-    def _tensor(self, array: Ints) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._model.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """One request's block table in one group, and what of it a step may read and write."""
-
-    blocks: Ints
-    first_block: int
-    key_floor: int
-    write_from: int = 0
-
-
-def _positions(request: ScheduledRequest) -> Ints:
-    return np.arange(request.start, request.start + request.num_tokens)
+        return self._rows.audit(running, gone, self._pool.block_size)

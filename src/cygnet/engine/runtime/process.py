@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 
 import msgspec
 import zmq
@@ -30,6 +31,7 @@ from cygnet.base.messages import (
     Shutdown,
     StepOutputs,
 )
+from cygnet.engine.core import PreparedRequest
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.runtime.setup import load_engine
 
@@ -39,75 +41,117 @@ QUIET_MS = 2000
 log = logging.getLogger("cygnet.engine")
 
 
+Received = PreparedRequest | AbortRequests | FlushCache | Shutdown
+
+
 class EngineLoop:
-    """Moves messages between the socket and a LocalEngine."""
+    """Moves messages between the socket and a LocalEngine.
+
+    Where launching a step takes as long as the step (a CPU), outputs are sent as soon as they are there. Where a device
+    works on its own, sending them waits until it has work again; and while it works, what comes in is decoded, checked
+    and hashed. Either way messages take effect between two steps, in the order in which they came.
+
+        CPU   | take in | schedule | step n ........... | apply | send n   |
+        GPU   | take in | schedule | launch n | send n-1, prepare what comes | apply |
+    """
 
     def __init__(self, engine: LocalEngine, socket: "zmq.Socket[bytes]") -> None:
         self._engine = engine
         self._socket = socket
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._encoder = msgspec.msgpack.Encoder()
+        self._received: deque[Received] = deque()
+        """Came in while a step was running."""
+        self._outputs: list[RequestOutput] = []
+        """Not sent yet."""
         self._stopping = False
         self._draining = False
         self._stats_at = 0.0
         self._stats_dirty = False
 
     def run(self) -> None:
-        """Serve until told to stop."""
-        while not self._stopping:
-            outputs = self._receive(block=not self._engine.busy)
-            if self._engine.busy:
-                outputs += self._engine.step()
-            self._send(outputs)
-            if self._draining and not self._engine.busy:
-                return
+        """Serve until told to stop. What there is to say of requests is said, whatever ends it."""
+        try:
+            while not self._stopping and not (self._draining and not self._engine.busy):
+                self._take_in(block=not self._engine.busy)
+                if self._engine.busy and not self._stopping:
+                    self._step()
+        finally:
+            self._send()
 
-    def _receive(self, *, block: bool) -> list[RequestOutput]:
-        """Take in all messages there are; with `block`, wait for the first."""
-        outputs: list[RequestOutput] = []
-        if block:
+    def _step(self) -> None:
+        if self._engine.asynchronous:
+            self._engine.begin()
+            self._send()
+            # Waiting for a GPU keeps a CPU busy anyway.
+            while not self._engine.done:
+                if self._socket.poll(0) and (message := self._receive()) is not None:
+                    self._received.append(message)
+            self._outputs += self._engine.finish()
+        else:
+            self._send()
+            self._outputs += self._engine.step()
+            self._send()
+
+    def _take_in(self, *, block: bool) -> None:
+        """Let all messages there are take effect; with `block`, wait for the first."""
+        if block and not self._received:
             self._wait()
-        while not self._stopping and self._socket.poll(0):
-            outputs += self._handle(self._decoder.decode(self._socket.recv()))
-        return outputs
+        while not self._stopping and (self._received or self._socket.poll(0)):
+            message = self._received.popleft() if self._received else self._receive()
+            if message is not None:
+                self._handle(message)
 
     def _wait(self) -> None:
         """Until a message comes. First a last word on the statistics; and an audit once it is quiet."""
-        if self._stats_dirty:
-            self._send([], force=True)
+        if self._outputs or self._stats_dirty:
+            self._send(force=self._stats_dirty)
         if self._engine.wants_rest and not self._socket.poll(QUIET_MS):
             self._engine.rest()
         self._socket.poll()
 
-    def _handle(self, message: EngineInput) -> list[RequestOutput]:
+    def _receive(self) -> Received | None:
+        """The next message, made ready; `None` for a request that can't be served, which is refused at once."""
+        message = self._decoder.decode(self._socket.recv())
+        if not isinstance(message, AddRequest):
+            return message
+        try:
+            return self._engine.prepare(message)
+        except RequestError as error:
+            self._refuse(message, error)
+            return None
+
+    def _handle(self, message: Received) -> None:
         self._stats_dirty = True
         match message:
-            case AddRequest():
+            case PreparedRequest():
                 try:
-                    self._engine.add(message)
+                    self._engine.add_prepared(message)
                 except RequestError as error:
-                    kind = type(error).__name__
-                    failed = RequestOutput(message.request_id, [], None, "error", error=error.message, error_type=kind)
-                    return [failed]
+                    self._refuse(message.message, error)
             case AbortRequests(request_ids):
-                return self._engine.abort(request_ids)
+                self._outputs += self._engine.abort(request_ids)
             case FlushCache():
                 log.info("cache flushed: %d blocks dropped", self._engine.core.flush_cache())
             case Shutdown(drain):
                 self._draining = drain
                 self._stopping = not drain
-        return []
 
-    def _send(self, outputs: list[RequestOutput], *, force: bool = False) -> None:
+    def _refuse(self, message: AddRequest, error: RequestError) -> None:
+        kind = type(error).__name__
+        self._outputs.append(RequestOutput(message.request_id, [], None, "error", error=error.message, error_type=kind))
+
+    def _send(self, *, force: bool = False) -> None:
         now = time.monotonic()
         due = force or now - self._stats_at >= STATS_INTERVAL_S
-        if not outputs and not due:
+        if not self._outputs and not due:
             return
         stats = self._engine.stats() if due else None
         if due:
             self._stats_at, self._stats_dirty = now, False
         else:
             self._stats_dirty = True
+        outputs, self._outputs = self._outputs, []
         self._socket.send(self._encoder.encode(StepOutputs(outputs, stats)))
 
 

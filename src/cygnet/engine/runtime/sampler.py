@@ -38,9 +38,17 @@ class SamplingState:
     seed: int = field(init=False)
     prompt_ids: Tensor | None = field(init=False, default=None)
     output_counts: dict[int, int] = field(init=False, default_factory=dict)
+    counts_outputs: bool = field(init=False)
+    """Whether `append` does anything."""
+    plain_from: float = field(init=False)
+    """Output token from which on the largest logit is all that is asked for; infinite if never."""
 
     def __post_init__(self) -> None:
-        self.seed = self.params.seed if self.params.seed is not None else secrets.randbits(63)
+        params = self.params
+        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self.counts_outputs = params.has_penalties
+        plain = params.greedy and not params.has_penalties and not params.logit_bias and params.logprobs is None
+        self.plain_from = params.min_tokens if plain else math.inf
 
     def start(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens known at admission: the prompt and, after a preemption, earlier output."""
@@ -50,7 +58,7 @@ class SamplingState:
                 self.append(token)
 
     def append(self, token_id: int) -> None:
-        if self.params.has_penalties:
+        if self.counts_outputs:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
     def counts_agree(self, token_ids: Sequence[int]) -> bool:
@@ -77,13 +85,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState], num_outputs: Sequenc
 
 def all_plain_greedy(states: Sequence[SamplingState], num_outputs: Sequence[int]) -> bool:
     """Whether the largest logit is all that is asked for, in every row."""
-    return all(_plain_greedy(state, count) for state, count in zip(states, num_outputs, strict=True))
-
-
-def _plain_greedy(state: SamplingState, num_outputs: int) -> bool:
-    params = state.params
-    unmodified = not params.has_penalties and not params.logit_bias and num_outputs >= params.min_tokens
-    return params.greedy and unmodified and params.logprobs is None
+    return all(count >= state.plain_from for state, count in zip(states, num_outputs, strict=True))
 
 
 def _choose(row: Tensor, state: SamplingState, num_outputs: int) -> int:

@@ -1,6 +1,7 @@
 """From a config to an engine that is ready to step: device, dtype, weights, pools, core, runner."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import psutil
 import torch
@@ -12,8 +13,10 @@ from cygnet.base.messages import EngineReady
 from cygnet.base.threads import usable_cpus
 from cygnet.base.units import format_bytes
 from cygnet.engine.core import EngineCore
+from cygnet.engine.runtime.cuda_graphs import GraphDevice
+from cygnet.engine.runtime.graph_setup import capture_graphs, choose_graphs, default_graph_device
 from cygnet.engine.runtime.local import LocalEngine
-from cygnet.engine.runtime.model_runner import ModelRunner
+from cygnet.engine.runtime.model_runner import Forward, ModelRunner
 from cygnet.engine.scheduler import SchedulerPolicy
 from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
@@ -73,14 +76,18 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def size_pools(config: Config, geometry: KVGeometry, *, model_max_len: int, device: torch.device) -> PoolSizes:
-    """Both pools from `kv.memory`, after the weights are loaded. Raises `ConfigError` below the minimum."""
+def kv_budget(config: Config, device: torch.device) -> int:
+    """Bytes that `kv.memory` means, once the weights are loaded."""
     memory = check_memory(config.kv.memory)
-    budget = memory if isinstance(memory, int) else int(memory * free_memory(device))
+    return memory if isinstance(memory, int) else int(memory * free_memory(device))
+
+
+def size_pools(config: Config, geometry: KVGeometry, *, model_max_len: int, budget_bytes: int) -> PoolSizes:
+    """Both pools from a budget. Raises `ConfigError` below the minimum."""
     return plan_pools(
         geometry,
         block_size=config.kv.block_size,
-        budget_bytes=budget,
+        budget_bytes=budget_bytes,
         chunk=config.engine.max_num_batched_tokens,
         model_max_len=model_max_len,
         max_model_len=config.model.max_model_len,
@@ -96,11 +103,19 @@ def assemble(
     *,
     name: str,
     eos_token_ids: Sequence[int] = (),
+    graph_device: GraphDevice | None = None,
+    report: Report = lambda stage, done, total: None,
 ) -> LocalEngine:
-    """Pools, core and runner around a loaded model. `name` tells models apart in cache keys."""
+    """Pools, core, CUDA graphs and runner around a loaded model. `name` tells models apart in cache keys;
+    `graph_device` stands in for the one of the model's device."""
     description = model.description
     geometry = description.kv_geometry(model.dtype.itemsize)
-    sizes = size_pools(config, geometry, model_max_len=description.max_model_len, device=model.device)
+    graph_device = graph_device or default_graph_device(model.device)
+    budget = kv_budget(config, model.device)
+    choice = choose_graphs(config, model, geometry, budget, graph_device)
+    sizes = size_pools(
+        config, geometry, model_max_len=description.max_model_len, budget_bytes=budget - choice.num_bytes
+    )
     kv = KVManager(
         geometry,
         sizes,
@@ -126,8 +141,13 @@ def assemble(
         vocab_size=description.vocab_size,
         max_requests=config.engine.max_requests,
     )
-    pool = DevicePool(geometry, sizes, dtype=model.dtype, device=model.device, poison=config.kv.poison)
-    runner = ModelRunner(model, pool, window=geometry.window, eos_token_ids=eos_token_ids)
+    poison, graphed = config.kv.poison, bool(choice.buckets.sizes)
+    pool = DevicePool(geometry, sizes, dtype=model.dtype, device=model.device, poison=poison, scratch=graphed)
+    forward: Forward = model
+    if graph_device is not None and graphed:
+        progress = partial(report, "capturing CUDA graphs")
+        forward = capture_graphs(choice, model, pool, geometry, sizes, graph_device, progress)
+    runner = ModelRunner(model, pool, window=geometry.window, eos_token_ids=eos_token_ids, forward=forward)
     return LocalEngine(core, runner, audit=config.engine.audit)
 
 
@@ -158,7 +178,7 @@ def load_engine(
         int8=int8,
         progress=lambda done, total: report("loading weights", done, total),
     )
-    engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids)
+    engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids, report=report)
     return engine, describe(engine, model, source.name)
 
 

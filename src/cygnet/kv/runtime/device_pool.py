@@ -14,6 +14,9 @@ class DevicePool:
 
     With `poison`, storage starts as NaN and `poison_blocks` makes freed blocks NaN again, so that any read of KV that
     is not there shows in the output.
+
+    With `scratch`, each group has one more block than `sizes` says, its last. Nobody is ever given it: it is where rows
+    that only pad a batch write.
     """
 
     def __init__(
@@ -24,12 +27,15 @@ class DevicePool:
         dtype: torch.dtype,
         device: torch.device | str,
         poison: bool = False,
+        scratch: bool = False,
     ) -> None:
         self.block_size = sizes.block_size
+        self.scratch_full = sizes.full_blocks if scratch else None
+        self.scratch_swa = sizes.swa_blocks if scratch else None
 
         def layers(group: GroupGeometry, num_blocks: int) -> list[LayerKV]:
             def storage(dim: int) -> torch.Tensor:
-                shape = (num_blocks, sizes.block_size, group.num_kv_heads, dim)
+                shape = (num_blocks + scratch, sizes.block_size, group.num_kv_heads, dim)
                 # Zeroed memory is not touched before it is used, so a large pool costs nothing until it fills.
                 tensor = torch.zeros(shape, dtype=dtype, device=device)
                 return tensor.fill_(float("nan")) if poison else tensor
@@ -50,5 +56,5 @@ class DevicePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all KV tensors."""
+        """Bytes of all KV tensors, scratch blocks among them."""
         return sum(t.nbytes for layer in self.full + self.swa for t in (layer.key, layer.value))

@@ -1,7 +1,7 @@
 """What an attention backend is, and the table of those that registered themselves."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class AttentionBackend(Protocol):
         """
 
 
+@runtime_checkable
 class GraphAttentionBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can be captured in a CUDA graph: it plans in tensors that keep their addresses."""
 

@@ -84,7 +84,7 @@ class TritonBackend:
         packed = _pack(batch, group, plan.queries)[0]
         if packed.size != plan.packed.numel():
             raise ValueError("a static plan serves batches of the shape it was made for")
-        plan.packed.copy_(torch.from_numpy(packed), non_blocking=True)
+        plan.packed.copy_(_source(packed, plan.packed.device), non_blocking=True)
 
     def _plan(self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch, max_keys: int) -> TritonPlan:
         cache = group.layers[0].key
@@ -92,7 +92,7 @@ class TritonBackend:
         rows = tiles.prefill_tiles(spec.key_dim, spec.value_dim, spec.group_size, cache.itemsize).rows
         queries = max(1, rows // spec.group_size)
         host, num_decodes = _pack(batch, group, queries)
-        packed = torch.from_numpy(host).to(cache.device, non_blocking=True)
+        packed = _source(host, cache.device).to(cache.device, non_blocking=True)
         end_requests = 4 * (batch.num_requests + 1)
         end_decodes = end_requests + num_decodes
         if spec.window is not None:
@@ -252,6 +252,13 @@ def _pack(batch: ForwardBatch, group: GroupBatch, queries: int) -> tuple[NDArray
     pairs = [(r, first) for r in chunks[np.argsort(-lengths[chunks])] for first in range(0, lengths[r], queries)]
     tile_array = np.asarray(pairs, dtype=np.int32)
     return np.concatenate((requests.ravel(), decodes, tile_array.ravel())), len(decodes)
+
+
+def _source(packed: NDArray[np.int32], device: torch.device) -> Tensor:
+    """`packed` to be copied to `device` without waiting for it. From pageable memory a copy may wait for all that the
+    device has to do. Pinned memory need not be kept: torch gives it to nobody else until the copy is done."""
+    source = torch.from_numpy(packed)
+    return source.pin_memory() if device.type == "cuda" else source
 
 
 def _rows(heads: Tensor) -> Tensor:

@@ -107,6 +107,9 @@ class NumbaOps:
     ) -> Tensor | None:
         return None
 
+    def fuses_experts(self, spec: MoeSpec) -> bool:
+        return False
+
     def argmax(self, x: Tensor) -> Tensor:
         if x.dtype not in SUFFIX:
             return self._torch.argmax(x)

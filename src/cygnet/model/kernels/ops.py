@@ -50,9 +50,12 @@ class TritonOps:
     def experts(
         self, spec: MoeSpec, x: Tensor, logits: Callable[[Tensor], Tensor], learned: MoeParameters
     ) -> Tensor | None:
-        if not self._kernels.supports_activation(spec.activation):
+        if not self.fuses_experts(spec):
             return None
         return self._kernels.moe(spec, x, logits(x), learned)
+
+    def fuses_experts(self, spec: MoeSpec) -> bool:
+        return self._kernels.supports_activation(spec.activation)
 
     def argmax(self, x: Tensor) -> Tensor:
         return self._torch.argmax(x)
