@@ -25,6 +25,7 @@ _KERNELS = {
     "heads": ("glue_kernels", "12qd"),
     "gated": ("glue_kernels", "6q"),
     "decode": ("attention_kernels", "18qdq"),
+    "chunks": ("chunk_kernels", "15qd"),
     "multiply_i8": ("linear_kernels", "10q"),
     "best": ("linear_kernels", "6q"),
 }
