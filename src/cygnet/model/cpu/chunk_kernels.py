@@ -238,7 +238,8 @@ def chunks(p, size, like):
     p[7] int64 [pieces, FIELDS]: the chunk's first row of `query`; the piece's first row in the folded chunk, its rows
     (up to PANELS * ROWS), its KV head; position of the chunk's first query, first key; address of the block ids, block
     of column 0. p[8] pieces; p[9] scratch fp32, p[10] floats of it per thread; p[11] block_size, p[12] kv_heads, p[13]
-    heads per KV head, p[14] key_dim (even for bf16), p[15] value_dim; p[16] window, below 2^31; p[17] the scale, above 0.
+    heads per KV head, p[14] key_dim (even for bf16), p[15] value_dim; p[16] window, below 2^31; p[17] the
+    scale, above 0.
     `size` is that of T; `like` any pointer to T.
     """
     mine = p[9] + 4 * p[10] * take(p, 1)
