@@ -28,12 +28,12 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4]))
     window = draw(st.one_of(st.none(), st.integers(1, 20)))
     spec = AttentionSpec(
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
-        key_dim=draw(st.sampled_from([4, 12])),
+        key_dim=draw(st.sampled_from([4, 5, 12])),
         value_dim=draw(st.sampled_from([4, 8])),
         scale=draw(st.sampled_from([0.25, 0.6])),
         rope=RopeSpec(10_000.0, 4),
@@ -124,6 +124,7 @@ def test_backend_equals_the_reference(backend: str, tiles: str, case: Case) -> N
     with pytest.MonkeyPatch.context() as patch:
         if tiles == "small":
             patch.setattr(numba_cpu, "ALONE", 0)
+            patch.setattr(numba_cpu, "CHUNKS_ALONE", 0)
             patch.setattr(numba_cpu, "KEYS_PER_PART", 3)
             patch.setattr(numba_cpu, "num_threads", lambda: 3)
             patch.setattr(torch_cpu, "QUERY_TILE", 5)

@@ -1,4 +1,4 @@
-"""Decodes by a compiled kernel that reads paged KV in place; chunks of several tokens as in the `torch` backend.
+"""Compiled kernels that read paged KV in place, one for decodes and one for chunks of several tokens.
 
 Registered always; made only where numba works.
 """
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from cygnet.base.errors import ConfigError
 from cygnet.model.attention.backend import ATTENTION_BACKENDS
-from cygnet.model.attention.step_plan import StepPlan, plan_step
+from cygnet.model.attention.chunk_pieces import plan_pieces
+from cygnet.model.attention.step_plan import StepPlan
 from cygnet.model.attention.torch_cpu import TorchBackend
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV, write_kv
+from cygnet.model.cpu.chunk_layout import scratch_floats
 from cygnet.model.cpu.kernels import SUFFIX, Kernel, numba_works
 from cygnet.model.cpu.team import num_threads
 from cygnet.model.description import AttentionSpec
@@ -24,14 +26,23 @@ PARTS_PER_THREAD = 4
 """Parts that a step is cut into, per thread and about, so that no thread is left with much more than the others."""
 ALONE = 16384
 """Keys times dimension up to which one thread is faster than waking the others."""
+CHUNKS_ALONE = 1 << 18
+"""Rows times keys times dimension up to which one thread does the chunks."""
 _TILE = 32
+ALL_KEYS = 1 << 30
+"""A window that hides nothing."""
 
 
 @dataclass(frozen=True)
 class NumbaPlan:
-    """A step's chunks, and what the kernel is told of its decodes."""
+    """What the kernels are told of a step's chunks and decodes."""
 
-    chunks: StepPlan
+    slot_mapping: Tensor
+    pieces: np.ndarray
+    """int64 [pieces, FIELDS]: of the chunks, as the kernel documents them."""
+    chunk_threads: int
+    chunk_scratch: int
+    """Floats of scratch per thread."""
     table: Tensor
     """The group's block table; `decodes` holds addresses in it."""
     decodes: np.ndarray
@@ -52,30 +63,38 @@ class NumbaBackend:
         if not numba_works():
             raise ConfigError("attention backend 'numba' needs numba: pip install 'cygnet[cpu]', or use 'torch'")
         self._torch = TorchBackend()
-        self._kernels: dict[torch.dtype, Kernel] = {}
+        self._kernels: dict[tuple[str, torch.dtype], Kernel] = {}
         self._scratch = torch.empty(0)
 
     def plan(self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch) -> NumbaPlan | StepPlan:
-        if group.layers[0].key.dtype not in SUFFIX:
+        dtype = group.layers[0].key.dtype
+        # Keys of bf16 are read in pairs.
+        if dtype not in SUFFIX or spec.key_dim * dtype.itemsize % 4:
             return self._torch.plan(spec, batch, group)
         rows = np.diff(np.array(batch.query_start))
-        single = [int(r) for r in np.flatnonzero(rows == 1)]
-        chunks = plan_step(spec, batch, group, requests=[int(r) for r in np.flatnonzero(rows > 1)])
-        decodes, num_keys, longest = self._decodes(spec, batch, group, single, write=not chunks.chunks)
+        single, several = ([int(r) for r in np.flatnonzero(found)] for found in (rows == 1, rows > 1))
+        pieces, cost = plan_pieces(spec, batch, group, several, num_threads())
+        chunk_threads = 1 if cost * spec.key_dim <= CHUNKS_ALONE else min(num_threads(), len(pieces))
+        chunk_scratch = scratch_floats(spec.key_dim, spec.value_dim, dtype.itemsize)
+        decodes, num_keys, longest = self._decodes(spec, batch, group, single, write=not several)
         threads = 1 if num_keys * spec.num_kv_heads * spec.key_dim <= ALONE else num_threads()
         wanted = -(-longest * PARTS_PER_THREAD * threads // max(1, num_keys * spec.num_kv_heads))
         parts = 1 if threads == 1 else max(1, min(wanted, longest // KEYS_PER_PART))
         pairs = len(single) * spec.num_kv_heads
         part_size = _padded(spec.group_size * (spec.value_dim + 2))
         per_thread = _padded(spec.group_size * (max(spec.key_dim, 2 * _TILE) + _TILE) + 4 * _TILE)
+        decode_scratch = pairs * parts * part_size + threads * per_thread if single else 0
         return NumbaPlan(
-            chunks=chunks,
+            slot_mapping=group.slot_mapping,
+            pieces=pieces,
+            chunk_threads=chunk_threads,
+            chunk_scratch=chunk_scratch,
             table=group.block_table,
             decodes=decodes,
             parts=parts,
             threads=threads,
             done=np.zeros(pairs, dtype=np.int64),
-            scratch=self._room(pairs * parts * part_size + threads * per_thread),
+            scratch=self._room(max(decode_scratch, chunk_threads * chunk_scratch if several else 0)),
             part_size=part_size,
         )
 
@@ -92,12 +111,42 @@ class NumbaBackend:
         if isinstance(plan, StepPlan):
             return self._torch.attend(spec, query, key, value, sinks, plan, layer_kv)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
-        if plan.chunks.chunks:
-            write_kv(layer_kv, plan.chunks.slot_mapping, key, value)
-            self._torch.attend_chunks(spec, query, sinks, plan.chunks.chunks, layer_kv, out)
+        query = query.contiguous()
+        if len(plan.pieces):
+            write_kv(layer_kv, plan.slot_mapping, key, value)
+            self._chunks(spec, query, sinks, plan, layer_kv, out)
         if len(plan.decodes):
-            self._decode(spec, query.contiguous(), key.contiguous(), value, sinks, plan, layer_kv, out)
+            self._decode(spec, query, key.contiguous(), value, sinks, plan, layer_kv, out)
         return out
+
+    def _chunks(
+        self,
+        spec: AttentionSpec,
+        query: Tensor,
+        sinks: Tensor | None,
+        plan: NumbaPlan,
+        layer_kv: LayerKV,
+        out: Tensor,
+    ) -> None:
+        self._kernel("chunks", query.dtype)(
+            plan.chunk_threads,
+            layer_kv.key.data_ptr(),
+            layer_kv.value.data_ptr(),
+            query.data_ptr(),
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            plan.pieces.ctypes.data,
+            len(plan.pieces),
+            plan.scratch.data_ptr(),
+            plan.chunk_scratch,
+            layer_kv.key.shape[1],
+            spec.num_kv_heads,
+            spec.group_size,
+            spec.key_dim,
+            spec.value_dim,
+            ALL_KEYS if spec.window is None else spec.window,
+            spec.scale,
+        )
 
     def _decode(
         self,
@@ -112,10 +161,7 @@ class NumbaBackend:
     ) -> None:
         if value.stride(2) != 1 or value.stride(1) != spec.value_dim:
             value = value.contiguous()
-        kernel = self._kernels.get(query.dtype)
-        if kernel is None:
-            kernel = self._kernels[query.dtype] = Kernel("decode", query.dtype)
-        kernel(
+        self._kernel("decode", query.dtype)(
             plan.threads,
             layer_kv.key.data_ptr(),
             layer_kv.value.data_ptr(),
@@ -138,6 +184,12 @@ class NumbaBackend:
             spec.scale,
             value.stride(0),
         )
+
+    def _kernel(self, name: str, dtype: torch.dtype) -> Kernel:
+        kernel = self._kernels.get((name, dtype))
+        if kernel is None:
+            kernel = self._kernels[name, dtype] = Kernel(name, dtype)
+        return kernel
 
     def _decodes(
         self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch, requests: list[int], *, write: bool

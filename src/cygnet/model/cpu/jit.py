@@ -44,6 +44,7 @@ i32_at = _pointer_to(types.int32, ir.IntType(32))
 bf16_at = _pointer_to(types.uint16, ir.IntType(16))
 i64_at = _pointer_to(types.int64, ir.IntType(64))
 f32_at = _pointer_to(types.float32, ir.FloatType())
+i32_at = _pointer_to(types.int32, ir.IntType(32))
 
 
 @intrinsic

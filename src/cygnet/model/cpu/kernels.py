@@ -32,6 +32,7 @@ _KERNELS = {
     "best_of_panels": ("argmax_kernels", "8q"),
     "screen": ("argmax_kernels", "13q"),
     "settle": ("argmax_kernels", "13q"),
+    "chunks": ("chunk_kernels", "15qd"),
 }
 
 

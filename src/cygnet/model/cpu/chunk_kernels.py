@@ -1,0 +1,258 @@
+"""Attention of chunks of several tokens over paged KV, read where it lies: tiles, online softmax in fp32.
+
+A piece of work is some panels of `ROWS` rows, the query heads of one KV head folded into them query after query, with
+all keys that they see, tile after tile:
+
+    keys of a tile      located in the cache; their values packed once for all panels
+    panel by panel      scores, mask at the edges of what a row sees, softmax, sums
+
+Tiles lie at multiples of `TILE`, and a row's result depends on no other row: it is the same to the bit however a
+prompt is cut into chunks and however many threads there are.
+"""
+
+import numpy as np
+
+from cygnet.model.cpu.chunk_layout import BLOCK, FIELDS, KEYS, PANELS, ROWS, STATE, TILE
+from cygnet.model.cpu.chunk_vector import (
+    add_values,
+    pack_queries,
+    pack_values,
+    pointer_like,
+    score_keys,
+    weigh,
+    write_block,
+)
+from cygnet.model.cpu.jit import bf16_at, exp, f32_at, float_in, i32_at, i64_at, jit, load, shift, store, take
+
+ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
+LOWEST = np.float32(-3.0e38)
+HIDDEN = np.float32(-np.inf)
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
+
+
+@jit
+def padded(size):
+    return (size + BLOCK - 1) // BLOCK * BLOCK
+
+
+@jit
+def locate(p, piece, tile, low, high, size, nothing, keys_at, values_at):
+    """Addresses of the keys and values at positions tile .. tile + TILE - 1; `nothing` outside low .. high - 1."""
+    block_size, kv_heads, key_dim, value_dim = p[11], p[12], p[14], p[15]
+    table = shift(i64_at(piece[6]), -piece[7])
+    for t in range(TILE):
+        keys_at[t] = nothing
+        values_at[t] = nothing
+    first = max(low, tile)
+    block, offset = first // block_size, first % block_size
+    for position in range(first, min(high, tile + TILE)):
+        row = (table[block] * block_size + offset) * kv_heads + piece[3]
+        keys_at[position - tile] = p[2] + row * key_dim * size
+        values_at[position - tile] = p[3] + row * value_dim * size
+        offset += 1
+        if offset == block_size:
+            offset = 0
+            block += 1
+
+
+@jit
+def pack_tile(values_at, begin, end, dim, size, values):
+    """Values of the tile's keys begin .. end - 1 into `values` [blocks, steps of a tile, BLOCK]."""
+    per_step = 4 // size
+    whole = dim // BLOCK
+    for step in range(begin // per_step, end // per_step):
+        at, target = shift(values_at, step * per_step), shift(values, step * BLOCK * per_step)
+        for block in range(whole):
+            pack_values(at, block * BLOCK * size, shift(target, block * TILE * BLOCK))
+        if whole * BLOCK < dim:
+            target = shift(target, whole * TILE * BLOCK)
+            for key in range(per_step):
+                source = pointer_like(values, at[key])
+                for i in range(BLOCK):
+                    here = whole * BLOCK + i
+                    store(target, i * per_step + key, load(source, here) if here < dim else ZERO)
+
+
+@jit
+def pack_panel(p, piece, query, first, size, at, queries, sees):
+    """Rows `first` .. of a piece's chunk into `queries` [steps, ROWS], the queries' numbers into `sees`.
+
+    Rows after the last repeat it.
+    """
+    kv_heads, group, dim = p[12], p[13], p[14]
+    for r in range(ROWS):
+        row = min(first + r, piece[1] + piece[2] - 1)
+        number = row // group
+        sees[r] = np.int32(number)
+        head = ((piece[0] + number) * kv_heads + piece[3]) * group + row % group
+        at[r] = p[4] + head * dim * size
+    steps = dim * size // 4
+    whole = steps // BLOCK * BLOCK
+    for half in range(0, ROWS, BLOCK):
+        for step in range(0, whole, BLOCK):
+            pack_queries(shift(at, half), step * 4, shift(queries, (step * ROWS + half) * 4 // size))
+    per_step = 4 // size
+    for r in range(ROWS):
+        source = pointer_like(queries, at[r])
+        for i in range(whole * per_step, dim):
+            store(queries, (i // per_step * ROWS + r) * per_step + i % per_step, load(source, i))
+
+
+@jit
+def mask(scores, begin, end, low, ahead, window, sees):
+    """Hide the tile's keys begin .. end - 1 from rows that don't see them, and those before `low` from all.
+
+    Key k is `ahead` + k tokens after query 0 of the chunk.
+    """
+    for k in range(begin, end):
+        row, place = shift(scores, (k - begin) * ROWS), np.int32(ahead + k)
+        if k < low:
+            for r in range(ROWS):
+                store(row, r, HIDDEN)
+        else:
+            for r in range(ROWS):
+                behind = sees[r] - place
+                store(row, r, load(row, r) if behind >= 0 and behind <= window else HIDDEN)
+
+
+@jit
+def rescale(sums, kept, dims):
+    for d in range(dims):
+        row = shift(sums, d * ROWS)
+        for r in range(ROWS):
+            store(row, r, load(row, r) * load(kept, r))
+
+
+@jit
+def attend_panel(p, piece, first, tile, size, keys_at, queries, sees, state, scores, weights, values, sums):
+    """One tile of keys for one panel, whose first row is `first`."""
+    group, key_dim, value_dim, window = p[13], p[14], p[15], p[16]
+    oldest, newest = first // group, (min(first + ROWS, piece[1] + piece[2]) - 1) // group
+    low, high = max(piece[5], piece[4] + oldest - window), piece[4] + newest + 1
+    begin, end = max(low, tile) - tile, min(high, tile + TILE) - tile
+    if begin >= end:
+        return
+    begin, end = begin // KEYS * KEYS, (end + KEYS - 1) // KEYS * KEYS
+    for k in range(begin, end, KEYS):
+        score_keys(queries, shift(keys_at, k), key_dim * size // 4, shift(scores, (k - begin) * ROWS))
+    seen_by_all = tile + begin >= max(piece[5], piece[4] + newest - window) and tile + end <= piece[4] + oldest + 1
+    if not seen_by_all:
+        mask(scores, begin, end, low - tile, tile - piece[4], np.int32(window), sees)
+    if tile <= low:
+        for i in range(padded(value_dim) * ROWS):
+            store(sums, i, ZERO)
+    grew = weigh(scores, end - begin, state, float_in(p, 17) * LOG2_E, weights)
+    if grew != 0:
+        rescale(sums, shift(state, 2 * ROWS), value_dim)
+    per_step = 4 // size
+    for d in range(0, value_dim, KEYS):
+        place = (d // BLOCK * TILE * BLOCK) + (begin * BLOCK) + d % BLOCK * per_step
+        add_values(weights, (end - begin) // per_step, shift(values, place), shift(sums, d * ROWS))
+
+
+@jit
+def finish(p, piece, first, size, state, at, nowhere, sums, like):
+    """Sums of a panel, divided by the rows' sums of weights with their sinks, into the output."""
+    kv_heads, group, dim = p[12], p[13], p[15]
+    factors = shift(state, 2 * ROWS)
+    for r in range(ROWS):
+        row = first + r
+        largest, kept, total = load(state, r), ONE, load(state, ROWS + r)
+        if p[6] != 0:
+            sink = load(f32_at(p[6]), piece[3] * group + row % group) * LOG2_E
+            most = max(largest, sink)
+            kept = exp((largest - most) * LN_2)
+            total = total * kept + exp((sink - most) * LN_2)
+        store(factors, r, kept / total)
+        head = ((piece[0] + row // group) * kv_heads + piece[3]) * group + row % group
+        at[r] = p[5] + head * dim * size if row < piece[1] + piece[2] else nowhere
+    whole = dim // BLOCK * BLOCK
+    for d in range(0, whole, BLOCK):
+        for half in range(0, ROWS, BLOCK):
+            write_block(shift(sums, d * ROWS + half), shift(factors, half), shift(at, half), d * size, like)
+    for r in range(ROWS):
+        for d in range(whole, dim):
+            store(pointer_like(like, at[r]), d, load(sums, d * ROWS + r) * load(factors, r))
+
+
+@jit
+def attend_piece(p, piece, size, mine, like):
+    """A whole piece; `mine` is the address of the thread's scratch, laid out as `scratch_floats` counts it."""
+    key_dim, value_dim = p[14], p[15]
+    num_steps, num_dims = padded(key_dim * size // 4), padded(value_dim)
+    keys_at, values_at = i64_at(mine), i64_at(mine + 8 * TILE)
+    at, sees = i64_at(mine + 16 * TILE), i32_at(mine + 16 * TILE + 8 * ROWS)
+    states = mine + 16 * TILE + (8 + 4 * PANELS) * ROWS
+    nothing = states + 4 * PANELS * STATE
+    nowhere = nothing + 4 * max(num_dims, padded(key_dim))
+    scores = nowhere + 4 * num_dims
+    weights = scores + 4 * TILE * ROWS
+    values = weights + 4 * TILE * ROWS
+    queries = values + 4 * TILE * num_dims
+    sums = queries + 4 * PANELS * num_steps * ROWS
+    panels = (piece[2] + ROWS - 1) // ROWS
+    for i in range(max(num_dims, padded(key_dim))):
+        store(f32_at(nothing), i, ZERO)
+    for n in range(panels):
+        packed = pointer_like(like, queries + 4 * n * num_steps * ROWS)
+        pack_panel(p, piece, like, piece[1] + n * ROWS, size, at, packed, shift(sees, n * ROWS))
+        for r in range(ROWS):
+            store(f32_at(states), n * STATE + r, LOWEST)
+            store(f32_at(states), n * STATE + ROWS + r, ZERO)
+    group = p[13]
+    low = max(piece[5], piece[4] + piece[1] // group - p[16])
+    high = piece[4] + (piece[1] + piece[2] - 1) // group + 1
+    for tile in range(low // TILE * TILE, high, TILE):
+        locate(p, piece, tile, low, high, size, nothing, keys_at, values_at)
+        begin, end = max(low - tile, 0) // KEYS * KEYS, min(high - tile + KEYS - 1, TILE) // KEYS * KEYS
+        pack_tile(values_at, begin, end, value_dim, size, pointer_like(like, values))
+        for n in range(panels):
+            attend_panel(
+                p,
+                piece,
+                piece[1] + n * ROWS,
+                tile,
+                size,
+                keys_at,
+                pointer_like(like, queries + 4 * n * num_steps * ROWS),
+                shift(sees, n * ROWS),
+                shift(f32_at(states), n * STATE),
+                f32_at(scores),
+                pointer_like(like, weights),
+                pointer_like(like, values),
+                shift(f32_at(sums), n * num_dims * ROWS),
+            )
+    for n in range(panels):
+        state, panel_sums = shift(f32_at(states), n * STATE), shift(f32_at(sums), n * num_dims * ROWS)
+        finish(p, piece, piece[1] + n * ROWS, size, state, at, nowhere, panel_sums, like)
+
+
+@jit
+def chunks(p, size, like):
+    """Chunks of a step.
+
+    p[2], p[3] the cache's keys, values T [slots, kv_heads, dim], the step's own among them; p[4] `query` T [rows,
+    heads, key_dim]; p[5] `out` T [rows, heads, value_dim]; p[6] sinks fp32 [heads] or 0.
+    p[7] int64 [pieces, FIELDS]: the chunk's first row of `query`; the piece's first row in the folded chunk, its rows
+    (up to PANELS * ROWS), its KV head; position of the chunk's first query, first key; address of the block ids, block
+    of column 0. p[8] pieces; p[9] scratch fp32, p[10] floats of it per thread; p[11] block_size, p[12] kv_heads, p[13]
+    heads per KV head, p[14] key_dim (even for bf16), p[15] value_dim; p[16] window, below 2^31; p[17] the
+    scale, above 0.
+    `size` is that of T; `like` any pointer to T.
+    """
+    mine = p[9] + 4 * p[10] * take(p, 1)
+    while True:
+        number = take(p, 0)
+        if number >= p[8]:
+            break
+        attend_piece(p, shift(i64_at(p[7]), number * FIELDS), size, mine, like)
+
+
+def chunks_bf16(p):
+    chunks(p, 2, bf16_at(0))
+
+
+def chunks_f32(p):
+    chunks(p, 4, f32_at(0))

@@ -1,0 +1,24 @@
+"""Sizes and memory of the chunk kernel, for those who call it (without numba) and for the kernel itself."""
+
+ROWS = 32
+"""Rows of a panel."""
+BLOCK = 16
+"""Value dims packed side by side; also the lanes of a vector."""
+KEYS = 8
+"""Keys whose scores, and value dims whose sums, are worked out together."""
+TILE = 64
+"""Keys that a panel meets at once."""
+PANELS = 4
+"""Panels of a piece, at most."""
+FIELDS = 8
+"""Numbers that describe a piece."""
+STATE = 3 * ROWS
+"""Floats of a panel's state: largest scores, sums of weights, factors."""
+
+
+def scratch_floats(key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Floats of scratch that a thread needs, a whole number of cache lines."""
+    num_steps, num_dims, keys = (-(-n // BLOCK) * BLOCK for n in (key_dim * itemsize // 4, value_dim, key_dim))
+    places = 4 * TILE + (2 + PANELS) * ROWS
+    tile = 2 * TILE * ROWS + TILE * num_dims
+    return places + PANELS * (STATE + ROWS * (num_steps + num_dims)) + max(num_dims, keys) + num_dims + tile
