@@ -31,14 +31,15 @@ def restored(weight: Int8Weight) -> torch.Tensor:
 @given(out=st.integers(1, 70), size=st.integers(1, 70), seed=st.integers(0, 99))
 def test_each_weight_is_off_by_half_a_step_at_most(out: int, size: int, seed: int) -> None:
     exact = matrix(out, size, seed)
-    kept = Int8Weight(exact, keep_packed=False)
+    kept = Int8Weight.rounded(exact)
     step = exact.abs().amax(1, keepdim=True) / 127
     assert ((restored(kept) - exact).abs() <= step * 0.501).all()
     torch.testing.assert_close(kept.rows(torch.tensor([0, out - 1]), torch.float32), restored(kept)[[0, out - 1]])
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    kept = Int8Weight(torch.zeros(3, 8), keep_packed=True)
+    kept = Int8Weight.rounded(torch.zeros(3, 8))
+    kept.keep_packed()
     assert not kept.linear(torch.ones(1, 8), None).any()
     assert not kept.linear(torch.ones(9, 8), None).any()
 
@@ -54,10 +55,12 @@ def test_a_row_of_zeros_stays_zero() -> None:
     seed=st.integers(0, 99),
 )
 def test_products(way: str, dtype: torch.dtype, rows: int, out: int, size: int, bias: bool, seed: int) -> None:
-    kept = Int8Weight(matrix(out, size, seed, dtype), keep_packed=way == "default")
+    kept = Int8Weight.rounded(matrix(out, size, seed, dtype))
     x, b = matrix(rows, size, seed + 1, dtype), matrix(1, out, seed + 2, dtype)[0] if bias else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(int8, "_SLICE", 100)
+        if way == "default":
+            kept.keep_packed()
         if way == "no numba":
             patch.setattr(int8, "numba_works", lambda: False)
         got = kept.linear(x, b)

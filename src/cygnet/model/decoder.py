@@ -1,6 +1,6 @@
 """The forward pass of a decoder-only model over paged KV, built from a `ModelDescription`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -172,18 +172,37 @@ class HybridModel(nn.Module):
                 yield f"layers.{index}.{name}", slot
 
     @torch.no_grad()
-    def finish_loading(self, *, pack_tied_head: bool = False, int8: bool = False) -> None:
-        """To be called once, when all slots are filled; see `loader.build_model` for the options."""
-        if int8 and self.lm_head is None:
+    def use_int8(self, convert: Callable[[Tensor], Int8Weight] = Int8Weight.rounded) -> None:
+        """Replace matrices by bytes: those of all slots, once filled, or room for them (`convert=Int8Weight`)."""
+        if self.lm_head is None:
             assert self.embedding is not None
-            self._int8_head = Int8Weight(self.embedding, keep_packed=pack_tied_head)
+            self._int8_head = convert(self.embedding)
             self.embedding = None
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.use_int8(convert)
+
+    def assembled(self) -> WeightSlots:
+        """All there is to the weights before `finish_loading`: every tensor by name, none of them a view of another."""
+        yield from self.named_parameters()
+        linears = {name: module.int8 for name, module in self.named_modules() if isinstance(module, Linear)}
+        for name, int8 in {"embedding": self._int8_head, **linears}.items():
+            if int8 is not None:
+                yield f"{name}.int8", int8.weight
+                yield f"{name}.scale", int8.scale
+
+    @torch.no_grad()
+    def finish_loading(self, *, pack_tied_head: bool = False) -> None:
+        """To be called once, when all weights are there; see `loader.build_model` for the option."""
+        if self._int8_head is not None:
+            if pack_tied_head:
+                self._int8_head.keep_packed()
         elif pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
             assert self.embedding is not None
             self._packed_head = pack(self.embedding)
         for module in self.modules():
             if isinstance(module, Linear):
-                module.finish_loading(int8=int8, keep_packed=pack_tied_head)
+                module.finish_loading(keep_packed=pack_tied_head)
             elif isinstance(module, RmsNorm):
                 module.finish_loading()
 

@@ -24,23 +24,33 @@ _TINY = 1e-20
 
 
 class Int8Weight:
-    """The matrix `weight` [out, in], rounded. Symmetric: the largest weight of an output becomes 127 or -127.
+    """A matrix [out, in] in bytes, made for one like `matrix`; `rounded` fills it, or whoever knows the bytes.
 
-    `keep_packed` spends memory (that of the matrix in its own dtype) on speed with many rows.
+    `weight` is int8 [out, in], `scale` fp32 [out].
     """
 
-    def __init__(self, weight: Tensor, *, keep_packed: bool) -> None:
-        self.weight = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        self.scale = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        step = max(1, _SLICE // weight.shape[1])
-        for start in range(0, weight.shape[0], step):
-            rows = slice(start, start + step)
-            wide = weight[rows].float()
-            self.scale[rows] = wide.abs().amax(1).div_(127).clamp_min_(_TINY)
-            self.weight[rows] = wide.div(self.scale[rows, None]).round_().to(torch.int8)
+    def __init__(self, matrix: Tensor) -> None:
+        self.weight = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
+        self.scale = matrix.new_empty(matrix.shape[0], dtype=torch.float32)
+        self._dtype = matrix.dtype
         self._packed: Tensor | None = None
-        if keep_packed and can_pack(weight.dtype, weight.device.type):
-            self._packed = pack(self._wide(slice(None), weight.dtype))
+
+    @classmethod
+    def rounded(cls, matrix: Tensor) -> "Int8Weight":
+        """`matrix` rounded symmetrically: the largest weight of an output becomes 127 or -127."""
+        made = cls(matrix)
+        step = max(1, _SLICE // matrix.shape[1])
+        for start in range(0, matrix.shape[0], step):
+            rows = slice(start, start + step)
+            wide = matrix[rows].float()
+            made.scale[rows] = wide.abs().amax(1).div_(127).clamp_min_(_TINY)
+            made.weight[rows] = wide.div(made.scale[rows, None]).round_().to(torch.int8)
+        return made
+
+    def keep_packed(self) -> None:
+        """Spend memory (that of the matrix in its own dtype) on speed with many rows."""
+        if can_pack(self._dtype, self.weight.device.type):
+            self._packed = pack(self._wide(slice(None), self._dtype))
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `index` [n] of the matrix, [n, in] in `dtype`."""

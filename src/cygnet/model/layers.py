@@ -45,22 +45,28 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = parameter(rows, in_features, dtype=dtype, device=device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None
-        self._int8: Int8Weight | None = None
+        self.int8: Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._int8 is not None:
-            return self._int8.linear(x, self.bias)
+        if self.int8 is not None:
+            return self.int8.linear(x, self.bias)
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
-    def finish_loading(self, *, int8: bool = False, keep_packed: bool = True) -> None:
-        """Replace the weight by its packed form, or by bytes (and, with `keep_packed`, the packed form of those)."""
-        if int8 and self.weight is not None:
-            self._int8 = Int8Weight(self.weight, keep_packed=keep_packed)
-            self.weight = None
-        if self.weight is not None and can_pack(self.weight.dtype, self.weight.device.type):
+    def use_int8(self, convert: Callable[[Tensor], Int8Weight]) -> None:
+        """Replace the weight by bytes, which `convert` makes of it."""
+        assert self.weight is not None
+        self.int8 = convert(self.weight)
+        self.weight = None
+
+    def finish_loading(self, *, keep_packed: bool = True) -> None:
+        """Replace the weight by its packed form; of bytes, keep the packed form too if `keep_packed`."""
+        if self.int8 is not None:
+            if keep_packed:
+                self.int8.keep_packed()
+        elif self.weight is not None and can_pack(self.weight.dtype, self.weight.device.type):
             self._packed = pack(self.weight)
             self.weight = None
 
