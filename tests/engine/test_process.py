@@ -242,6 +242,23 @@ def test_a_cancelled_drain_leaves_nothing(folder: Path, short_tmp: Path) -> None
     assert list(short_tmp.iterdir()) == []
 
 
+def test_a_launched_process_that_is_not_needed(short_tmp: Path) -> None:
+    """It may still be importing, or wait for what to load: either way it is gone at once, with its socket."""
+
+    async def main() -> None:
+        client = await EngineProcess.launch()
+        await client.aclose()
+        assert not psutil.pid_exists(client.pid)
+        waiting = await EngineProcess.launch()
+        assert waiting._process.stdin is not None
+        waiting._process.stdin.close()
+        assert await asyncio.wait_for(waiting._process.wait(), 60) == 0
+        await waiting.aclose()
+
+    asyncio.run(main())
+    assert list(short_tmp.iterdir()) == []
+
+
 def test_no_room_for_the_sockets_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()

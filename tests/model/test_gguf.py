@@ -79,8 +79,12 @@ def decoder_tensors(head_dim: int, layers: int = 7, *, vocab: int = 40) -> dict:
     return tensors
 
 
-def gemma3_file(path: Path) -> Path:
+def gemma3_file(path: Path, kind: Type | None = None) -> Path:
+    """Weights are fp32, or of `kind`, with blocks of 32, where rows are whole blocks."""
     tensors = decoder_tensors(16)
+    if kind is not None:
+        whole = {name for name, value in tensors.items() if value.ndim == 2 and value.shape[1] % 32 == 0}
+        tensors |= {name: (quantize(tensors[name], kind), kind) for name in whole}
     for i in range(7):
         tensors |= {f"blk.{i}.{name}.weight": values(16) for name in ("attn_q_norm", "attn_k_norm")}
         tensors |= {f"blk.{i}.{name}.weight": values(32) for name in ("post_attention_norm", "post_ffw_norm")}

@@ -43,6 +43,13 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "all matrices): more memory, faster"
         ),
     ] = True
+    weight_cache: Annotated[
+        str,
+        Meta(
+            description="disk for weights that were dequantised or rounded, which later starts map: a size such as "
+            "50GiB; off; auto: a tenth of the free disk, 20GiB at most"
+        ),
+    ] = "auto"
     chat_template: Annotated[str, Meta(description="file with a Jinja chat template; empty: the model's own")] = ""
 
 
@@ -210,6 +217,7 @@ def _build(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"setting {path} = {shown}: {error}") from None
     config = msgspec.convert(nested, Config)
     check_memory(config.kv.memory)
+    check_weight_cache(config.model.weight_cache)
     return config
 
 
@@ -224,6 +232,16 @@ def check_memory(text: str) -> int | float:
     if fraction >= 1024:
         return int(fraction)
     raise ConfigError(f"kv.memory = {text!r}: write a size such as 2GiB, or a fraction between 0 and 1 of free memory")
+
+
+def check_weight_cache(text: str) -> int | None:
+    """Read `model.weight_cache`: bytes, 0 for none, or `None` for as many as the disk suggests."""
+    if text == "auto":
+        return None
+    try:
+        return 0 if text == "off" else parse_bytes(text)
+    except ConfigError:
+        raise ConfigError(f"model.weight_cache = {text!r}: write auto, off, or a size such as 50GiB") from None
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

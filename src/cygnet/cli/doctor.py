@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import typer
 
-from cygnet.base.config import Config, check_memory
+from cygnet.base.config import Config, check_memory, check_weight_cache
 from cygnet.base.units import format_bytes
 from cygnet.cli.options import ConfigFile, Sets, resolve_config
+from cygnet.model.bounded_folder import MARGIN_BYTES, default_limit
 
 if TYPE_CHECKING:
     from cygnet.cli.machine import Machine
@@ -40,8 +41,8 @@ def doctor(
 ) -> None:
     """Check this machine, and name the remedy for what it lacks.
 
-    CPU features, threads, load, memory, kernel settings, GPU and torch, installed extras, port. The exit code is 1
-    when a check fails, 0 otherwise.
+    CPU features, threads, load, memory, kernel settings, GPU and torch, installed extras, cache, port. The exit code is
+    1 when a check fails, 0 otherwise.
     """
     from cygnet.cli.console import print_json
     from cygnet.cli.machine import read_machine
@@ -209,6 +210,23 @@ def _install(machine: "Machine", config: Config) -> Iterator[Check]:
     yield Check("extras", "ok", text)
 
 
+def _weight_cache(machine: "Machine", config: Config) -> Iterator[Check]:
+    cache, limit = machine.weight_cache, check_weight_cache(config.model.weight_cache)
+    if limit is None:
+        limit = default_limit(cache.free_bytes, cache.num_bytes)
+    if limit == 0:
+        yield Check("weight cache", "ok", "off: quantised weights are dequantised at each start")
+    elif not cache.writable:
+        text = f"{cache.path} can't be written: quantised weights are dequantised at each start"
+        yield Check("weight cache", "warn", text, "let XDG_CACHE_HOME name a folder of yours")
+    elif cache.free_bytes < MARGIN_BYTES:
+        text = f"only {format_bytes(cache.free_bytes)} free at {cache.path}: nothing more is kept there"
+        yield Check("weight cache", "warn", text, "free some disk, or let XDG_CACHE_HOME name a folder on another")
+    else:
+        text = f"{format_bytes(cache.num_bytes)} of at most {format_bytes(limit)} in {cache.path}"
+        yield Check("weight cache", "ok", text)
+
+
 def _port(machine: "Machine", config: Config) -> Iterator[Check]:
     address = f"{config.api.host}:{config.api.port}"
     if machine.port_user:
@@ -226,6 +244,7 @@ _JUDGES: tuple[Callable[["Machine", Config], Iterator[Check]], ...] = (
     _kernel,
     _gpu,
     _install,
+    _weight_cache,
     _port,
 )
 

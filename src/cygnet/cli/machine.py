@@ -19,6 +19,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from cygnet.model.cache_dir import default_cache_dir, weights_folder
+
 
 class Gpu(msgspec.Struct, frozen=True):
     """One GPU as its driver names it."""
@@ -32,6 +34,16 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
     version: str
     accelerator: str | None
+
+
+class CacheFolder(msgspec.Struct, frozen=True):
+    """A folder of Cygnet's cache, which need not be there yet."""
+
+    path: str
+    num_bytes: int
+    free_bytes: int
+    """Free on its disk."""
+    writable: bool
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +73,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     torch: TorchBuild | None
     extras: dict[str, bool]
     """The package's optional parts, and whether all of each is installed."""
+    weight_cache: CacheFolder
+    """Where assembled weights are kept."""
     port_user: str | None
     """Who listens on the port asked about; `None` when it is free."""
 
@@ -97,6 +111,7 @@ def read_machine(host: str, port: int, root: Path = Path("/")) -> Machine:
         gpus=_gpus(),
         torch=_torch(),
         extras=_extras(),
+        weight_cache=_weight_cache(),
         port_user=_port_user(host, port),
     )
 
@@ -179,6 +194,12 @@ def _torch() -> TorchBuild | None:
     built = dict(re.findall(r"^(cuda|hip)\b[^=]*=\s*'([^']+)'", text, re.MULTILINE))
     accelerator = f"CUDA {built['cuda']}" if "cuda" in built else f"ROCm {built['hip']}" if "hip" in built else None
     return TorchBuild(version, accelerator)
+
+
+def _weight_cache() -> CacheFolder:
+    folder = weights_folder(default_cache_dir())
+    there = next(parent for parent in (folder.path, *folder.path.parents) if parent.is_dir())
+    return CacheFolder(str(folder.path), folder.num_bytes(), folder.free_bytes(), os.access(there, os.W_OK))
 
 
 def _extras() -> dict[str, bool]:

@@ -29,41 +29,42 @@ async def run_server(config: Config, log_level: str = "info") -> None:
     The address is taken first, so that a port in use is reported before a model is loaded. Raises `ConfigError`,
     `ModelLoadError`, and `EngineDeadError` when the engine dies under the server.
     """
-    from cygnet.api.app import create_app
-    from cygnet.api.card import ModelCard
     from cygnet.api.server import Server, listen
     from cygnet.engine.runtime.client import EngineProcess
-    from cygnet.model.source import find_model
 
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(listen(config.api.host, config.api.port)))
         with Stages(stderr()) as stages, _sigterm_cancels():
             stages(f"looking for {config.model.model}")
+            engine = await EngineProcess.launch()
+            stack.push_async_callback(engine.aclose)
+            # The engine's process has imports to do, and meanwhile we have ours.
+            from cygnet.api.app import create_app
+            from cygnet.api.card import ModelCard
+            from cygnet.model.source import find_model
+
             source = find_model(config.model.model, progress=stages)
             stages("loading the tokenizer")
             tokenizer = _tokenizer(source, config.model.chat_template)
-            engine = await EngineProcess.start(
+            await engine.load(
                 config, eos_token_ids=sorted(tokenizer.eos_token_ids), on_progress=stages, log_level=log_level
             )
         name = config.model.served_name or source.display_name
         is_chat = source.is_chat or bool(config.model.chat_template)
-        try:
-            card = ModelCard(
-                id=name,
-                created=int(time.time()),
-                root=source.name,
-                description=source.note,
-                kind="instruct" if is_chat else "base",
-            )
+        card = ModelCard(
+            id=name,
+            created=int(time.time()),
+            root=source.name,
+            description=source.note,
+            kind="instruct" if is_chat else "base",
+        )
 
-            def ready(host: str, port: int) -> None:
-                url, summary = server_url(host, port), engine.ready.summary
-                print_banner(stdout(), url, name, summary, source.note, config, is_chat=is_chat)
+        def ready(host: str, port: int) -> None:
+            url, summary = server_url(host, port), engine.ready.summary
+            print_banner(stdout(), url, name, summary, source.note, config, is_chat=is_chat)
 
-            server = Server(create_app(engine, tokenizer, config.api, card), config.api, ready)
-            await _run_watched(server, engine, listener)
-        finally:
-            await engine.aclose()
+        server = Server(create_app(engine, tokenizer, config.api, card), config.api, ready)
+        await _run_watched(server, engine, listener)
 
 
 def _tokenizer(source: "ModelSource", chat_template: str) -> "Tokenizer":

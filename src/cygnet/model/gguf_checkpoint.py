@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cygnet.base.errors import ModelLoadError
 from cygnet.model.checkpoint import StoredTensor
 from cygnet.model.gguf_arch import Undo, gguf_arch
 from cygnet.model.gguf_file import GgufFile, GgufTensor
+from cygnet.model.weight_cache import file_identity
 
 CHUNK_BYTES = 4 << 20
 """Stored bytes dequantised at a time: keeps fp32 temporaries at a few tens of MB, whatever the tensor's size."""
@@ -57,6 +59,16 @@ class GgufCheckpoint:
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored (quantised)."""
         return sum(tensor.num_bytes for tensor in self._stored())
+
+    @property
+    def identity(self) -> str:
+        """The file, the dtype, and the version of the library that dequantises."""
+        return f"{file_identity(self._file.path, header_bytes=self._file.header_bytes)} {self._dtype} {version('gguf')}"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor is stored in blocks."""
+        return any(tensor.type not in _PLAIN for tensor in self._stored())
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yield (Hugging Face name, tensor of the chosen dtype, bytes as stored), in the file's order."""

@@ -56,8 +56,8 @@ class GgufFile:
     """Metadata and tensors of one GGUF file, checked to lie within the file.
 
     `metadata` maps keys to str, int, float, bool, a NumPy array (numeric arrays) or a list of bytes (string arrays; not
-    decoded, since vocabularies are large and may hold invalid UTF-8). Raises `ModelLoadError` naming `path` if the file
-    can't be read, is not GGUF v2/v3, or is truncated.
+    decoded, since vocabularies are large and may hold invalid UTF-8). `header_bytes` is where the tensors' data begins.
+    Raises `ModelLoadError` naming `path` if the file can't be read, is not GGUF v2/v3, or is truncated.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -68,6 +68,7 @@ class GgufFile:
         except (OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
             raise ModelLoadError(f"can't read GGUF file {self.path}: {error}") from None
         self._pos = 0
+        self.header_bytes = 0
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
@@ -122,6 +123,7 @@ class GgufFile:
         if alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
         start = -(-self._pos // alignment) * alignment
+        self.header_bytes = start
         for name, shape, kind, offset in infos:
             self._add_tensor(name, shape, kind, start + offset)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from cygnet.base.errors import ModelLoadError
 from cygnet.model.checkpoint import StoredTensor
 from cygnet.model.registry import readable_quantisations
+from cygnet.model.weight_cache import file_identity
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -60,6 +61,17 @@ class HfCheckpoint:
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return self._num_bytes
+
+    @property
+    def identity(self) -> str:
+        """The files of weights, config.json's content, and the dtype."""
+        files = [file_identity(shard) for shard in self._shards]
+        return json.dumps([files, self._config, str(self._dtype)], sort_keys=True)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the config says so."""
+        return bool(_quantisations(self._config))
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yield (name, tensor, bytes as stored), shard by shard. A tensor that needs no conversion is a view of the
@@ -110,14 +122,17 @@ def _stored_bytes(file: Any, name: str, shard: Path) -> int:
     return count * bits // 8
 
 
-def _refuse_quantisation(config: dict[str, Any], path: Path) -> None:
+def _quantisations(config: dict[str, Any]) -> list[Any]:
+    """What the config says of how weights are quantised, for the model and for its text model."""
     text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        quantisation = part.get("quantization_config") or part.get("compression_config")
-        if quantisation:
-            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-            if method in readable_quantisations(config):
-                continue
+    parts = (config, text if isinstance(text, dict) else {})
+    return [found for part in parts if (found := part.get("quantization_config") or part.get("compression_config"))]
+
+
+def _refuse_quantisation(config: dict[str, Any], path: Path) -> None:
+    for quantisation in _quantisations(config):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        if method not in readable_quantisations(config):
             raise ModelLoadError(
                 f"{path} describes weights quantised with {method or 'an unnamed method'}, which can't be loaded; "
                 "use the model's bf16 or fp32 checkpoint"

@@ -1,19 +1,15 @@
 """From a checkpoint to a model that is ready to run."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from cygnet.base.errors import ModelLoadError
 from cygnet.model.attention import select_backend
-from cygnet.model.checkpoint import Checkpoint
+from cygnet.model.checkpoint import Checkpoint, Progress
 from cygnet.model.decoder import HybridModel
 from cygnet.model.ops import select_ops
 from cygnet.model.registry import Family, Ignored, family_of
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total)."""
+from cygnet.model.weight_cache import WeightCache
 
 _LISTED = 8
 
@@ -28,6 +24,7 @@ def build_model(
     progress: Progress | None = None,
     pack_tied_head: bool = False,
     int8: bool = False,
+    cache: WeightCache | None = None,
 ) -> HybridModel:
     """Build the checkpoint's model with weights in `dtype` on `device`; each weight is in memory once.
 
@@ -36,6 +33,8 @@ def build_model(
 
     `int8` rounds matrices (not those of experts) to one byte per weight; CPUs only. With `pack_tied_head` their rounded
     values are kept packed in `dtype` as well, for steps of many tokens.
+
+    `cache` keeps weights whose values have to be computed (dequantised), or has them already.
 
     Raises `ModelLoadError` for an unsupported config, and, with names, for tensors that are missing, unknown, doubled
     or of a wrong shape. Raises `ConfigError` for an unknown attention backend.
@@ -46,10 +45,43 @@ def build_model(
     family.check_weights(checkpoint.config)
     backend = select_backend(attention_backend, device)
     ops = select_ops(step_kernels, device, dtype)
-    model = HybridModel(description, dtype=dtype, device=device, attention_backend=backend, ops=ops)
-    _fill(model, family, checkpoint, progress)
+
+    def unfilled() -> HybridModel:
+        return HybridModel(description, dtype=dtype, device=device, attention_backend=backend, ops=ops)
+
+    def filled() -> HybridModel:
+        model = unfilled()
+        _fill(model, family, checkpoint, progress)
+        return model
+
+    if cache is None or not checkpoint.is_quantised:
+        model = filled()
+    else:
+        identity = f"{checkpoint.identity} {dtype}"
+        model = unfilled()
+        if _map(model, cache, identity):
+            if progress is not None:
+                progress(checkpoint.num_bytes, checkpoint.num_bytes)
+        else:
+            model = filled()
+            cache.store(identity, dict(model.named_parameters()))
     model.finish_loading(pack_tied_head=pack_tied_head, int8=int8)
     return model.eval()
+
+
+@torch.no_grad()
+def _map(model: HybridModel, cache: WeightCache, identity: str) -> bool:
+    """Give `model` the weights that `cache` has under `identity`; whether there are any."""
+    slots = dict(model.named_parameters())
+    kept = cache.load(identity, slots)
+    if kept is None:
+        return False
+    for name, slot in slots.items():
+        if slot.device.type == "cpu":
+            slot.data = kept[name]
+        else:
+            slot.copy_(kept[name])
+    return True
 
 
 @torch.no_grad()

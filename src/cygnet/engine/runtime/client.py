@@ -116,14 +116,14 @@ def _listen() -> tuple[zmq.asyncio.Socket, Path]:
 
 
 class EngineProcess:
-    """An engine in a process of its own. Implements `EngineClient`; made by `start`.
+    """An engine in a process of its own. Implements `EngineClient`; made by `start`, or by `launch` and `load`.
 
     Invariants: `_streams` holds what is read by somebody, `_unfinished` those of them that the engine still works on,
     as far as it has said; a failure, once set, stays, and every stream of then and later raises it.
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, folder: Path, limit: int
+        self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, folder: Path, limit: int = 0
     ) -> None:
         self._process = process
         self._socket = socket
@@ -153,13 +153,22 @@ class EngineProcess:
         on_progress: Progress = lambda stage, done, total: None,
         log_level: str = "info",
     ) -> "EngineProcess":
-        """Start an engine and wait until it is ready.
+        """`launch` and `load`; a start that fails leaves nothing behind."""
+        client = await cls.launch()
+        try:
+            await client.load(config, eos_token_ids=eos_token_ids, on_progress=on_progress, log_level=log_level)
+        except BaseException:
+            await client.aclose()
+            raise
+        return client
 
-        Raises `ConfigError` with the engine's own words when it can't start. `on_progress` is called while it loads.
+    @classmethod
+    async def launch(cls) -> "EngineProcess":
+        """Start a process, which imports what an engine needs: that takes a second, in which others can work.
+
+        It waits for `load`; `aclose` ends it with or without.
         """
         socket, folder = _listen()
-        address = f"ipc://{folder}/{SOCKET_NAME}"
-        message = EngineStart(config=config, address=address, eos_token_ids=list(eos_token_ids), log_level=log_level)
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -173,22 +182,33 @@ class EngineProcess:
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        client = cls(process, socket, folder, config.engine.max_requests)
-        try:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(message) + b"\n")
-            with contextlib.suppress(ConnectionError):  # it has died already; `_wait_ready` says so
-                await process.stdin.drain()
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await client._wait_ready(on_progress)
-        except BaseException:
-            await client.aclose()
-            raise
-        client._tasks = [
-            asyncio.create_task(client._receive(), name="engine-receive"),
-            asyncio.create_task(client._watch(), name="engine-watch"),
+        return cls(process, socket, folder)
+
+    async def load(
+        self,
+        config: Config,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        on_progress: Progress = lambda stage, done, total: None,
+        log_level: str = "info",
+    ) -> None:
+        """Have the launched process load the model, and wait until it is ready; once per process.
+
+        Raises `ConfigError` with the engine's own words when it can't. `on_progress` is called while it loads.
+        """
+        self._limit = config.engine.max_requests
+        address = f"ipc://{self._folder}/{SOCKET_NAME}"
+        message = EngineStart(config=config, address=address, eos_token_ids=list(eos_token_ids), log_level=log_level)
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+        with contextlib.suppress(ConnectionError):  # it has died already; `_wait_ready` says so
+            await self._process.stdin.drain()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await self._wait_ready(on_progress)
+        self._tasks = [
+            asyncio.create_task(self._receive(), name="engine-receive"),
+            asyncio.create_task(self._watch(), name="engine-watch"),
         ]
-        return client
 
     async def _wait_ready(self, on_progress: Progress) -> None:
         died = asyncio.create_task(self._process.wait())

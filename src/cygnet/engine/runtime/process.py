@@ -1,8 +1,8 @@
 """The engine's own process: `python -m cygnet.engine.runtime.process`, started by `client.EngineProcess`.
 
-Reads one JSON line (`EngineStart`) from standard input, connects to the ZeroMQ address in it, loads the model, then
-steps as long as there is work and sleeps on the socket when there is none. It ends on `Shutdown`, and at once when
-its standard input closes, which is how it learns that its parent is gone.
+Reads one JSON line (`EngineStart`) from standard input (or ends quietly, if that closes instead), connects to the
+ZeroMQ address in it, loads the model, then steps as long as there is work and sleeps on the socket when there is none.
+It ends on `Shutdown`, and at once when its standard input closes, which is how it learns that its parent is gone.
 """
 
 import gc
@@ -169,7 +169,10 @@ def _exit_with_parent() -> None:
 
 def main() -> int:
     """Entry point of the process; its exit status."""
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    start = msgspec.json.decode(line, type=EngineStart)
     logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     _exit_with_parent()
@@ -189,10 +192,10 @@ def main() -> int:
             eos_token_ids=start.eos_token_ids,
             report=lambda stage, done, total: send(EngineProgress(stage, done, total)),
         )
+        send(ready)
         # What loading has made stays for good. The garbage collector would look at it again and again, between steps.
         gc.collect()
         gc.freeze()
-        send(ready)
         EngineLoop(engine, socket).run()
         return 0
     except CygnetError as error:

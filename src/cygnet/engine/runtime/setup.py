@@ -6,7 +6,7 @@ from functools import partial
 import psutil
 import torch
 
-from cygnet.base.config import Config, check_memory
+from cygnet.base.config import Config, check_memory, check_weight_cache
 from cygnet.base.errors import ConfigError
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.messages import EngineReady
@@ -21,9 +21,11 @@ from cygnet.engine.scheduler import SchedulerPolicy
 from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes, plan_pools
+from cygnet.model.cache_dir import default_cache_dir, weights_folder
 from cygnet.model.decoder import HybridModel
 from cygnet.model.loader import build_model
 from cygnet.model.source import ModelSource, find_model
+from cygnet.model.weight_cache import WeightCache
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total) while loading; a total of 0 means unknown."""
@@ -151,6 +153,15 @@ def assemble(
     return LocalEngine(core, runner, audit=config.engine.audit)
 
 
+def weight_cache(config: Config, source: ModelSource, report: Report) -> WeightCache | None:
+    """Where `model.weight_cache` wants the weights kept, if anywhere."""
+    limit = check_weight_cache(config.model.weight_cache)
+    if limit == 0:
+        return None
+    folder = weights_folder(source.cache_dir or default_cache_dir(), limit=limit)
+    return WeightCache(folder, progress=lambda done, total: report("keeping the weights", done, total))
+
+
 def load_engine(
     config: Config,
     *,
@@ -176,6 +187,7 @@ def load_engine(
         step_kernels=config.engine.step_kernels,
         pack_tied_head=config.model.pack_tied_head,
         int8=int8,
+        cache=weight_cache(config, source, report),
         progress=lambda done, total: report("loading weights", done, total),
     )
     engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids, report=report)

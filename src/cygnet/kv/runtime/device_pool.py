@@ -1,12 +1,17 @@
 """KV tensors of both pools on the device."""
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 
 from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.kv.sizing import PoolSizes
 from cygnet.model.batch import LayerKV
+
+_ALIGNMENT = 64
+"""Bytes, as torch aligns its own memory."""
 
 
 class DevicePool:
@@ -36,8 +41,7 @@ class DevicePool:
         def layers(group: GroupGeometry, num_blocks: int) -> list[LayerKV]:
             def storage(dim: int) -> torch.Tensor:
                 shape = (num_blocks + scratch, sizes.block_size, group.num_kv_heads, dim)
-                # Zeroed memory is not touched before it is used, so a large pool costs nothing until it fills.
-                tensor = torch.zeros(shape, dtype=dtype, device=device)
+                tensor = _zeros(shape, dtype, torch.device(device))
                 return tensor.fill_(float("nan")) if poison else tensor
 
             return [LayerKV(storage(group.key_dim), storage(group.value_dim)) for _ in range(group.num_layers)]
@@ -58,3 +62,16 @@ class DevicePool:
     def num_bytes(self) -> int:
         """Bytes of all KV tensors, scratch blocks among them."""
         return sum(t.nbytes for layer in self.full + self.swa for t in (layer.key, layer.value))
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that on a CPU take no memory before they are used, so that a large pool costs nothing until it fills.
+
+    torch writes its zeros; NumPy asks the system for memory that reads as zero.
+    """
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    size = prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(*shape)
