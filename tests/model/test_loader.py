@@ -127,7 +127,7 @@ def test_each_weight_is_in_memory_once(
         for layer in (spec.attention for spec in model.description.layers)
         if layer.qk_norm
     )
-    assert sum(t.numel() for t in tensors) == model.description.num_parameters + spread
+    assert sum(t.shape.numel() for t in tensors) == model.description.num_parameters + spread
     small = [p for p in held.values() if p.dtype == torch.float32]
     assert all(p.numel() < 400 for p in small), "only norms, routers and sinks are wide"
     assert (model.lm_head is None) == model.description.tied_embeddings
