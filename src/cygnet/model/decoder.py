@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import cygnet.model.moe  # noqa: F401  (registers its MLP kind)
 from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.cpu.programs import Ropes, StepPrograms
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
 from cygnet.model.int8 import BytePanels, Int8Weight, compiled
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
@@ -158,6 +159,7 @@ class HybridModel(nn.Module):
         self._screened_head: ScreenedHead | None = None
         self._int8_head: Int8Weight | None = None
         """Head and embedding both, when they are tied and kept in bytes; there is no `embedding` then."""
+        self._programs = StepPrograms() if ops.is_compiled else None
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
         specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
         self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
@@ -202,6 +204,16 @@ class HybridModel(nn.Module):
             x = x * self._embedding_scale
         ropes = self._ropes(batch.positions)
         plans = self._plans(batch) if plans is None else plans
+
+        def layers(x: Tensor, ropes: Ropes) -> Tensor:
+            return self._run_layers(x, ropes, plans)
+
+        if self._programs is None:
+            return layers(x, ropes)
+        caches = [group.layers for group, _ in plans.values()]
+        return self._programs.run(layers, x, ropes, [plan for _, plan in plans.values()], caches)
+
+    def _run_layers(self, x: Tensor, ropes: Ropes, plans: Plans) -> Tensor:
         ops, backend = self.ops, self.attention_backend
         # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
         norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]

@@ -21,6 +21,9 @@ Activation = Callable[[Tensor], Tensor]
 class StepOps(Protocol):
     """Norms, rotation and activations of one step. `T` is the model's dtype."""
 
+    is_compiled: bool
+    """Whether the work is calls of compiled kernels on the CPU, which `cpu.programs` can record."""
+
     def rope_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What `heads` wants cosines and sines in, for a model in `dtype`."""
 
@@ -57,6 +60,8 @@ STEP_OPS: Registry[Callable[[], StepOps]] = Registry("step kernels")
 @STEP_OPS.register("torch")
 class TorchOps:
     """Plain PyTorch, on any device."""
+
+    is_compiled = False
 
     def rope_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

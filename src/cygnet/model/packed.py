@@ -155,7 +155,8 @@ _SCRATCH = [torch.empty(0, dtype=torch.uint8)]
 
 
 def scratch(size: int) -> Tensor:
-    """`size` bytes at least, for one kernel's call; kept between calls."""
-    if _SCRATCH[0].numel() < size:
-        _SCRATCH[0] = torch.empty(2 * size, dtype=torch.uint8)
-    return _SCRATCH[0]
+    """`size` bytes at least, for one kernel's call; kept between calls. What was given out stays valid: recorded steps
+    (`cpu.programs`) have its address."""
+    if _SCRATCH[-1].numel() < size:
+        _SCRATCH.append(torch.empty(2 * size, dtype=torch.uint8))
+    return _SCRATCH[-1]

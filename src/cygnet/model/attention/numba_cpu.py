@@ -54,6 +54,20 @@ class NumbaPlan:
     scratch: Tensor
     part_size: int
 
+    @property
+    def arguments(self) -> tuple[int, dict[int, int]] | None:
+        """Of the decode kernel, for `cpu.programs`; `None` for a step with chunks."""
+        if len(self.pieces) or not len(self.decodes):
+            return None
+        return self.threads, {
+            9: self.decodes.ctypes.data,
+            10: len(self.decodes),
+            11: self.parts,
+            17: self.scratch.data_ptr(),
+            18: self.part_size,
+            19: self.done.ctypes.data,
+        }
+
 
 @ATTENTION_BACKENDS.register("numba")
 class NumbaBackend:

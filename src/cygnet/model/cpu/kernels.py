@@ -4,6 +4,8 @@ import hashlib
 import importlib
 import logging
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ _KERNELS = {
     "best_of_panels": ("argmax_kernels", "8q"),
     "screen": ("argmax_kernels", "13q"),
     "settle": ("argmax_kernels", "13q"),
+    "program": ("program_kernel", "6q"),
     "chunks": ("chunk_kernels", "15qd"),
 }
 
@@ -75,6 +78,21 @@ def _compiled(name: str, dtype: torch.dtype) -> Any:
     return compile_kernel(getattr(module, f"{name}_{SUFFIX[dtype]}"))
 
 
+Call = tuple[int, np.ndarray, int]
+"""Address of a kernel, its `p`, and how many threads run it."""
+_CALLS: list[list[Call]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Calls of kernels while it lasts, as they are made."""
+    _CALLS.append([])
+    try:
+        yield _CALLS[-1]
+    finally:
+        _CALLS.pop()
+
+
 class Kernel:
     """One kernel with room for the arguments of one call at a time."""
 
@@ -89,6 +107,8 @@ class Kernel:
     def __call__(self, threads: int, *values: int | float) -> None:
         """Run with these values of p[2:] on up to `threads` threads."""
         self._layout.pack_into(self._block.data, 0, 0, 0, *values)
+        if _CALLS:
+            _CALLS[-1].append((self._code.address, self._block.copy(), threads))
         if threads == 1 or self._launch is None:
             self._call(self._address)
         else:

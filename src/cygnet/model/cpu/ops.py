@@ -26,6 +26,8 @@ _ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 class NumbaOps:
     """Each method is one call of a kernel. One step at a time."""
 
+    is_compiled = True
+
     def __init__(self) -> None:
         self._torch = TorchOps()
         self._kernels: dict[tuple[str, torch.dtype], Kernel] = {}

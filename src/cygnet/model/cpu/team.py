@@ -44,6 +44,13 @@ def find_launch() -> Launch | None:
     return lambda kernel, p, threads: parallel(kernel, p, threads, 0)
 
 
+@lru_cache
+def openmp_start() -> Address:
+    """Where GOMP_parallel is, for code that calls it without Python; 0 if there is none."""
+    parallel = _openmp_in_use()
+    return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0
+
+
 def caller_of(address: Address) -> Callable[[Address], None]:
     """`kernel(p)` on the calling thread."""
     return _FUNCTION(address)

@@ -16,6 +16,8 @@ from cygnet.model.rope import Cos, Sin
 class TritonOps:
     """Each step in one or two kernels; activations without a kernel go to torch."""
 
+    is_compiled = False
+
     def __init__(self) -> None:
         self._kernels = triton_kernels()
         self._torch = TorchOps()
