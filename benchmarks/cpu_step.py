@@ -93,23 +93,30 @@ class Subject:
         """Seconds per step (decode) or of the whole prompt (prefill)."""
         window = self.geometry.window
         runner = ModelRunner(self.model, self.pool, window=window, eos_token_ids=())
-        return self._prefill(runner, point) if point.prefill else self._decode(runner, point)
+        return [sum(self._prefill(runner, point))] if point.prefill else self._decode(runner, point)
 
     def _new(self, point: Point) -> NewRequest:
         self._count += 1
         tokens = tuple((self._count * 7919 + i * 31) % 200_000 + 10 for i in range(point.context))
         return NewRequest(RequestId(f"r{self._count}"), tokens, point.context, GREEDY, 0, 0)
 
+    def chunk_times(self, point: Point) -> list[float]:
+        """Seconds of each chunk of a prompt."""
+        return self._prefill(ModelRunner(self.model, self.pool, window=self.geometry.window, eos_token_ids=()), point)
+
     def _prefill(self, runner: ModelRunner, point: Point) -> list[float]:
         new = self._new(point)
         blocks = tuple(BlockId(b) for b in range(point.context // BLOCK))
-        started = self._clock()
+        times = []
         for start in range(0, point.context, CHUNK):
+            started = self._clock()
             count, first = min(CHUNK, point.context - start), start == 0
-            table = blocks if first else ()
-            request = ScheduledRequest(new.request_id, start, count, 0, table, 0, table, start + count == point.context)
+            table, last = blocks if first else (), start + count == point.context
+            swa = tuple(BlockId(b % SWA_BLOCKS) for b in table)
+            request = ScheduledRequest(new.request_id, start, count, 0, table, 0, swa, last)
             runner.execute(StepPlan(0, (), (new,) if first else (), (request,)))
-        return [self._clock() - started]
+            times.append(self._clock() - started)
+        return times
 
     def _decode(self, runner: ModelRunner, point: Point) -> list[float]:
         news = [self._new(point) for _ in range(point.batch)]
