@@ -26,6 +26,7 @@ _KERNELS = {
     "gated": ("glue_kernels", "6q"),
     "decode": ("attention_kernels", "18qdq"),
     "chunks": ("chunk_kernels", "15qd"),
+    "write": ("chunk_kernels", "10q"),
     "multiply_i8": ("linear_kernels", "10q"),
     "best": ("linear_kernels", "6q"),
 }
