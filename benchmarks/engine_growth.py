@@ -4,7 +4,7 @@
 
 Three curves, Gemma 3 270M with the compiled kernels, steps as the model runner does them:
 
-    decode, 8 sequences     context 1K ... 64K     law: a step at 1K + what reading the added keys of the full layers takes
+    decode, 8 sequences     context 1K ... 64K     law: a step at 1K + reading the added keys of the full layers
     prefill, 1,024 tokens   prefix 0 ... 63K       law: the first chunk + the added products of the full layers
     decode at 512 tokens    batch 1 ... 64         law: the longer of reading everything once and multiplying it
 

@@ -14,7 +14,7 @@ from cygnet.model.attention.backend import ATTENTION_BACKENDS
 from cygnet.model.attention.chunk_pieces import plan_pieces
 from cygnet.model.attention.step_plan import StepPlan
 from cygnet.model.attention.torch_cpu import TorchBackend
-from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV, write_kv
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.cpu.chunk_layout import scratch_floats
 from cygnet.model.cpu.kernels import SUFFIX, Kernel, numba_works
 from cygnet.model.cpu.team import num_threads
@@ -28,6 +28,8 @@ ALONE = 16384
 """Keys times dimension up to which one thread is faster than waking the others."""
 CHUNKS_ALONE = 1 << 18
 """Rows times keys times dimension up to which one thread does the chunks."""
+ROWS_WRITTEN = 16
+"""Tokens whose KV one piece of work writes."""
 _TILE = 32
 ALL_KEYS = 1 << 30
 """A window that hides nothing."""
@@ -125,13 +127,32 @@ class NumbaBackend:
         if isinstance(plan, StepPlan):
             return self._torch.attend(spec, query, key, value, sinks, plan, layer_kv)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
-        query = query.contiguous()
+        query, key = query.contiguous(), key.contiguous()
+        if value.stride(2) != 1 or value.stride(1) != spec.value_dim:
+            value = value.contiguous()
         if len(plan.pieces):
-            write_kv(layer_kv, plan.slot_mapping, key, value)
+            self._write(key, value, plan, layer_kv)
             self._chunks(spec, query, sinks, plan, layer_kv, out)
         if len(plan.decodes):
-            self._decode(spec, query, key.contiguous(), value, sinks, plan, layer_kv, out)
+            self._decode(spec, query, key, value, sinks, plan, layer_kv, out)
         return out
+
+    def _write(self, key: Tensor, value: Tensor, plan: NumbaPlan, layer_kv: LayerKV) -> None:
+        """The KV of all tokens, before any thread reads it."""
+        rows, key_size, value_size = key.shape[0], key[0].numel(), value[0].numel()
+        self._kernel("write", key.dtype)(
+            1 if rows * (key_size + value_size) <= ALONE else num_threads(),
+            key.data_ptr(),
+            value.data_ptr(),
+            layer_kv.key.data_ptr(),
+            layer_kv.value.data_ptr(),
+            plan.slot_mapping.data_ptr(),
+            rows,
+            ROWS_WRITTEN,
+            key_size,
+            value_size,
+            value.stride(0),
+        )
 
     def _chunks(
         self,
@@ -173,8 +194,6 @@ class NumbaBackend:
         layer_kv: LayerKV,
         out: Tensor,
     ) -> None:
-        if value.stride(2) != 1 or value.stride(1) != spec.value_dim:
-            value = value.contiguous()
         self._kernel("decode", query.dtype)(
             plan.threads,
             layer_kv.key.data_ptr(),

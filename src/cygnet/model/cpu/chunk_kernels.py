@@ -22,13 +22,29 @@ from cygnet.model.cpu.chunk_vector import (
     weigh,
     write_block,
 )
-from cygnet.model.cpu.jit import bf16_at, exp, f32_at, float_in, i32_at, i64_at, jit, load, shift, store, take
+from cygnet.model.cpu.jit import (
+    bf16_at,
+    exp,
+    f32_at,
+    float_in,
+    i8_at,
+    i32_at,
+    i64_at,
+    jit,
+    load,
+    prefetch,
+    shift,
+    store,
+    take,
+)
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
 LOWEST = np.float32(-3.0e38)
 HIDDEN = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
+LINE = 64
+"""Bytes of a cache line."""
 LN_2 = np.float32(0.6931471805599453)
 
 
@@ -38,19 +54,21 @@ def padded(size):
 
 
 @jit
-def locate(p, piece, tile, low, high, size, nothing, keys_at, values_at):
-    """Addresses of the keys and values at positions tile .. tile + TILE - 1; `nothing` outside low .. high - 1."""
+def locate(p, piece, tile, low, high, size, nothing, rows_at):
+    """Addresses of the keys, then of the values, at positions tile .. tile + TILE - 1.
+
+    `nothing` stands for those outside low .. high - 1.
+    """
     block_size, kv_heads, key_dim, value_dim = p[11], p[12], p[14], p[15]
     table = shift(i64_at(piece[6]), -piece[7])
-    for t in range(TILE):
-        keys_at[t] = nothing
-        values_at[t] = nothing
+    for t in range(2 * TILE):
+        rows_at[t] = nothing
     first = max(low, tile)
     block, offset = first // block_size, first % block_size
     for position in range(first, min(high, tile + TILE)):
         row = (table[block] * block_size + offset) * kv_heads + piece[3]
-        keys_at[position - tile] = p[2] + row * key_dim * size
-        values_at[position - tile] = p[3] + row * value_dim * size
+        rows_at[position - tile] = p[2] + row * key_dim * size
+        rows_at[TILE + position - tile] = p[3] + row * value_dim * size
         offset += 1
         if offset == block_size:
             offset = 0
@@ -76,18 +94,31 @@ def pack_tile(values_at, begin, end, dim, size, values):
 
 
 @jit
-def pack_panel(p, piece, query, first, size, at, queries, sees):
+def place_rows(p, piece, first, base, row_size, at, queries):
+    """Addresses of the rows `first` .. of a piece's chunk behind `base`, and the numbers of their queries.
+
+    Rows after the piece's last repeat it.
+    """
+    kv_heads, group = p[12], p[13]
+    number, g = first // group, first % group
+    for r in range(ROWS):
+        queries[r] = np.int32(number)
+        at[r] = base + (((piece[0] + number) * kv_heads + piece[3]) * group + g) * row_size
+        if first + r + 1 < piece[1] + piece[2]:
+            g += 1
+            if g == group:
+                g = 0
+                number += 1
+
+
+@jit
+def pack_panel(p, piece, first, size, at, queries, sees):
     """Rows `first` .. of a piece's chunk into `queries` [steps, ROWS], the queries' numbers into `sees`.
 
     Rows after the last repeat it.
     """
-    kv_heads, group, dim = p[12], p[13], p[14]
-    for r in range(ROWS):
-        row = min(first + r, piece[1] + piece[2] - 1)
-        number = row // group
-        sees[r] = np.int32(number)
-        head = ((piece[0] + number) * kv_heads + piece[3]) * group + row % group
-        at[r] = p[4] + head * dim * size
+    dim = p[14]
+    place_rows(p, piece, first, p[4], dim * size, at, sees)
     steps = dim * size // 4
     whole = steps // BLOCK * BLOCK
     for half in range(0, ROWS, BLOCK):
@@ -126,8 +157,21 @@ def rescale(sums, kept, dims):
 
 
 @jit
-def attend_panel(p, piece, first, tile, size, keys_at, queries, sees, state, scores, weights, values, sums):
-    """One tile of keys for one panel, whose first row is `first`."""
+def fetch(rows_at, begin, end, row_bytes):
+    """Ask for the rows begin .. end - 1."""
+    for t in range(begin, end):
+        for i in range(0, row_bytes, LINE):
+            prefetch(i8_at(rows_at[t]), i)
+
+
+@jit
+def attend_panel(
+    p, piece, first, tile, size, rows_at, ahead, share, queries, sees, state, scores, weights, values, sums
+):
+    """One tile of keys for one panel, whose first row is `first`.
+
+    Meanwhile asks for a part of the rows that `ahead` tells the addresses of, `share` per `KEYS` keys.
+    """
     group, key_dim, value_dim, window = p[13], p[14], p[15], p[16]
     oldest, newest = first // group, (min(first + ROWS, piece[1] + piece[2]) - 1) // group
     low, high = max(piece[5], piece[4] + oldest - window), piece[4] + newest + 1
@@ -136,15 +180,16 @@ def attend_panel(p, piece, first, tile, size, keys_at, queries, sees, state, sco
         return
     begin, end = begin // KEYS * KEYS, (end + KEYS - 1) // KEYS * KEYS
     for k in range(begin, end, KEYS):
-        score_keys(queries, shift(keys_at, k), key_dim * size // 4, shift(scores, (k - begin) * ROWS))
+        score_keys(queries, shift(rows_at, k), key_dim * size // 4, shift(scores, (k - begin) * ROWS))
+        fetch(ahead, k // KEYS * share, (k // KEYS + 1) * share, max(key_dim, value_dim) * size)
     seen_by_all = tile + begin >= max(piece[5], piece[4] + newest - window) and tile + end <= piece[4] + oldest + 1
     if not seen_by_all:
         mask(scores, begin, end, low - tile, tile - piece[4], np.int32(window), sees)
+    grew = weigh(scores, end - begin, state, float_in(p, 17) * LOG2_E, weights)
     if tile <= low:
         for i in range(padded(value_dim) * ROWS):
             store(sums, i, ZERO)
-    grew = weigh(scores, end - begin, state, float_in(p, 17) * LOG2_E, weights)
-    if grew != 0:
+    elif grew != 0:
         rescale(sums, shift(state, 2 * ROWS), value_dim)
     per_step = 4 // size
     for d in range(0, value_dim, KEYS):
@@ -153,21 +198,20 @@ def attend_panel(p, piece, first, tile, size, keys_at, queries, sees, state, sco
 
 
 @jit
-def finish(p, piece, first, size, state, at, nowhere, sums, like):
+def finish(p, piece, first, size, state, at, sees, sums, like):
     """Sums of a panel, divided by the rows' sums of weights with their sinks, into the output."""
-    kv_heads, group, dim = p[12], p[13], p[15]
+    group, dim = p[13], p[15]
     factors = shift(state, 2 * ROWS)
     for r in range(ROWS):
-        row = first + r
         largest, kept, total = load(state, r), ONE, load(state, ROWS + r)
         if p[6] != 0:
+            row = min(first + r, piece[1] + piece[2] - 1)
             sink = load(f32_at(p[6]), piece[3] * group + row % group) * LOG2_E
             most = max(largest, sink)
             kept = exp((largest - most) * LN_2)
             total = total * kept + exp((sink - most) * LN_2)
         store(factors, r, kept / total)
-        head = ((piece[0] + row // group) * kv_heads + piece[3]) * group + row % group
-        at[r] = p[5] + head * dim * size if row < piece[1] + piece[2] else nowhere
+    place_rows(p, piece, first, p[5], dim * size, at, sees)
     whole = dim // BLOCK * BLOCK
     for d in range(0, whole, BLOCK):
         for half in range(0, ROWS, BLOCK):
@@ -180,34 +224,35 @@ def finish(p, piece, first, size, state, at, nowhere, sums, like):
 @jit
 def attend_piece(p, piece, size, mine, like):
     """A whole piece; `mine` is the address of the thread's scratch, laid out as `scratch_floats` counts it."""
-    key_dim, value_dim = p[14], p[15]
+    group, key_dim, value_dim = p[13], p[14], p[15]
     num_steps, num_dims = padded(key_dim * size // 4), padded(value_dim)
-    keys_at, values_at = i64_at(mine), i64_at(mine + 8 * TILE)
-    at, sees = i64_at(mine + 16 * TILE), i32_at(mine + 16 * TILE + 8 * ROWS)
-    states = mine + 16 * TILE + (8 + 4 * PANELS) * ROWS
-    nothing = states + 4 * PANELS * STATE
-    nowhere = nothing + 4 * max(num_dims, padded(key_dim))
-    scores = nowhere + 4 * num_dims
+    at, sees = mine + 32 * TILE, mine + 32 * TILE + 8 * ROWS
+    states = sees + 4 * PANELS * ROWS
+    scores = states + 4 * PANELS * STATE
     weights = scores + 4 * TILE * ROWS
     values = weights + 4 * TILE * ROWS
-    queries = values + 4 * TILE * num_dims
+    nothing = values + 4 * TILE * num_dims
+    queries = nothing + 4 * max(num_dims, padded(key_dim))
     sums = queries + 4 * PANELS * num_steps * ROWS
     panels = (piece[2] + ROWS - 1) // ROWS
+    share = 2 * KEYS // panels
     for i in range(max(num_dims, padded(key_dim))):
         store(f32_at(nothing), i, ZERO)
     for n in range(panels):
         packed = pointer_like(like, queries + 4 * n * num_steps * ROWS)
-        pack_panel(p, piece, like, piece[1] + n * ROWS, size, at, packed, shift(sees, n * ROWS))
+        pack_panel(p, piece, piece[1] + n * ROWS, size, i64_at(at), packed, i32_at(sees + 4 * n * ROWS))
         for r in range(ROWS):
             store(f32_at(states), n * STATE + r, LOWEST)
             store(f32_at(states), n * STATE + ROWS + r, ZERO)
-    group = p[13]
     low = max(piece[5], piece[4] + piece[1] // group - p[16])
     high = piece[4] + (piece[1] + piece[2] - 1) // group + 1
-    for tile in range(low // TILE * TILE, high, TILE):
-        locate(p, piece, tile, low, high, size, nothing, keys_at, values_at)
+    here, ahead = i64_at(mine), i64_at(mine + 16 * TILE)
+    tile = low // TILE * TILE
+    locate(p, piece, tile, low, high, size, nothing, here)
+    while tile < high:
         begin, end = max(low - tile, 0) // KEYS * KEYS, min(high - tile + KEYS - 1, TILE) // KEYS * KEYS
-        pack_tile(values_at, begin, end, value_dim, size, pointer_like(like, values))
+        pack_tile(shift(here, TILE), begin, end, value_dim, size, pointer_like(like, values))
+        locate(p, piece, tile + TILE, low, high, size, nothing, ahead)
         for n in range(panels):
             attend_panel(
                 p,
@@ -215,18 +260,46 @@ def attend_piece(p, piece, size, mine, like):
                 piece[1] + n * ROWS,
                 tile,
                 size,
-                keys_at,
+                here,
+                shift(ahead, n * 2 * TILE // panels),
+                share,
                 pointer_like(like, queries + 4 * n * num_steps * ROWS),
-                shift(sees, n * ROWS),
+                i32_at(sees + 4 * n * ROWS),
                 shift(f32_at(states), n * STATE),
                 f32_at(scores),
                 pointer_like(like, weights),
                 pointer_like(like, values),
                 shift(f32_at(sums), n * num_dims * ROWS),
             )
+        tile += TILE
+        here, ahead = ahead, here
     for n in range(panels):
         state, panel_sums = shift(f32_at(states), n * STATE), shift(f32_at(sums), n * num_dims * ROWS)
-        finish(p, piece, piece[1] + n * ROWS, size, state, at, nowhere, panel_sums, like)
+        finish(p, piece, piece[1] + n * ROWS, size, state, i64_at(at), i32_at(sees), panel_sums, like)
+
+
+@jit
+def write(p, key, value, keys, values):
+    """The step's own keys and values into their slots.
+
+    p[2] `key` T [rows, key_size], p[3] `value` T [rows, value_size], p[4], p[5] the cache's `keys`, `values` T [slots,
+    key_size or value_size]; p[6] slots int64 [rows], -1: not written. p[7] rows, p[8] rows per piece, p[9] key_size,
+    p[10] value_size, p[11] elements between the rows of `value`.
+    """
+    key_size, value_size = p[9], p[10]
+    while True:
+        first = take(p, 0) * p[8]
+        if first >= p[7]:
+            break
+        for row in range(first, min(first + p[8], p[7])):
+            slot = i64_at(p[6])[row]
+            if slot >= 0:
+                source, target = shift(key, row * key_size), shift(keys, slot * key_size)
+                for i in range(key_size):
+                    target[i] = source[i]
+                source, target = shift(value, row * p[11]), shift(values, slot * value_size)
+                for i in range(value_size):
+                    target[i] = source[i]
 
 
 @jit
@@ -256,3 +329,11 @@ def chunks_bf16(p):
 
 def chunks_f32(p):
     chunks(p, 4, f32_at(0))
+
+
+def write_bf16(p):
+    write(p, bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), bf16_at(p[5]))
+
+
+def write_f32(p):
+    write(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), f32_at(p[5]))

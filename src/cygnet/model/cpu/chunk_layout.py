@@ -6,7 +6,7 @@ BLOCK = 16
 """Value dims packed side by side; also the lanes of a vector."""
 KEYS = 8
 """Keys whose scores, and value dims whose sums, are worked out together."""
-TILE = 64
+TILE = 128
 """Keys that a panel meets at once."""
 PANELS = 4
 """Panels of a piece, at most."""
@@ -19,6 +19,6 @@ STATE = 3 * ROWS
 def scratch_floats(key_dim: int, value_dim: int, itemsize: int) -> int:
     """Floats of scratch that a thread needs, a whole number of cache lines."""
     num_steps, num_dims, keys = (-(-n // BLOCK) * BLOCK for n in (key_dim * itemsize // 4, value_dim, key_dim))
-    places = 4 * TILE + (2 + PANELS) * ROWS
+    places = 8 * TILE + (2 + PANELS) * ROWS
     tile = 2 * TILE * ROWS + TILE * num_dims
-    return places + PANELS * (STATE + ROWS * (num_steps + num_dims)) + max(num_dims, keys) + num_dims + tile
+    return places + PANELS * (STATE + ROWS * (num_steps + num_dims)) + max(num_dims, keys) + tile

@@ -36,6 +36,7 @@ _KERNELS = {
     "settle": ("argmax_kernels", "13q"),
     "program": ("program_kernel", "6q"),
     "chunks": ("chunk_kernels", "15qd"),
+    "write": ("chunk_kernels", "10q"),
 }
 
 
