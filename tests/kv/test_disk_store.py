@@ -343,7 +343,7 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from pathlib import Path; from support.store_folder import small_store;"
         "from contracts.store import key, put;"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000));"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768));"
         "store = small_store(Path(sys.argv[1]));"
         "print([put(store, key(i))[0].value for i in range(6)], store.audit()); store.close()"
     )

@@ -1,11 +1,12 @@
 """Disks that stop, fill up or fail in the middle of things, for tests of the disk store."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cygnet.kv.runtime.disk_store.disk import Disk
+from cygnet.kv.runtime.disk_store.disk import DIRECT, Disk, aligned
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -63,9 +64,9 @@ class FaultyDisk(Disk):
     def _crashed(self) -> bool:
         return self._crash_at is not None and self.changes > self._crash_at
 
-    def create(self, path: str) -> int:
+    def create(self, path: str, flags: int = 0) -> int:
         self._change("create")
-        fd = super().create(path)
+        fd = super().create(path, flags)
         self._open.add(fd)
         self._changed()
         return fd
@@ -75,20 +76,27 @@ class FaultyDisk(Disk):
         try:
             self._change("pwritev")
         except Crash:
-            data = b"".join(buffers)
             if first:
-                os.pwrite(fd, data[: int(len(data) * self._torn)], offset)
+                self._write_part(fd, buffers, offset, int(sum(map(len, buffers)) * self._torn))
             raise
         if self.room is not None:
-            data = b"".join(buffers)[: self.room]
-            if not data:
+            written = self._write_part(fd, buffers, offset, self.room)
+            if not written:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.room -= len(data)
-            written = os.pwrite(fd, data, offset)
+            self.room -= written
         else:
             written = super().pwritev(fd, buffers, offset)
         self._changed()
         return written
+
+    def _write_part(self, fd: int, buffers: "Sequence[Buffer]", offset: int, num_bytes: int) -> int:
+        """Write no more than `num_bytes`; a direct write ends with a sector."""
+        data = b"".join(buffers)[:num_bytes]
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & DIRECT:
+            data = data[: len(data) // 512 * 512]
+        memory = aligned(max(1, len(data)))
+        memory[: len(data)] = data
+        return os.pwrite(fd, memory[: len(data)], offset)
 
     def truncate(self, fd: int, num_bytes: int) -> None:
         self._change("truncate")
@@ -119,9 +127,9 @@ class FaultyDisk(Disk):
         self._open.discard(fd)
         super().close(fd)
 
-    def preadv(self, fd: int, buffers: "Sequence[Buffer]", offset: int, flags: int = 0) -> int:
+    def preadv(self, fd: int, buffers: "Sequence[Buffer]", offset: int) -> int:
         self._maybe_fail("preadv")
-        return super().preadv(fd, buffers, offset, flags)
+        return super().preadv(fd, buffers, offset)
 
     def free_bytes(self, path: str) -> int:
         return super().free_bytes(path) if self.free is None else self.free

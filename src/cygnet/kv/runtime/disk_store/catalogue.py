@@ -220,13 +220,17 @@ class Catalogue:
     def _grow(self, segment: Segment, *, sealed: bool) -> None:
         """Read what another process has appended."""
         try:
-            with self._handles.use(segment) as handle:
-                size = os.fstat(handle.cached).st_size
-                for entries, end in extents(self._disk, handle.cached, segment.tag, segment.end, size):
-                    self.extend(segment, entries, end)
+            fd = self._disk.open(self._folder.data(segment.name))
         except OSError:
             return
-        segment.sealed = sealed
+        try:
+            for entries, end in extents(self._disk, fd, segment.tag, segment.end, os.fstat(fd).st_size):
+                self.extend(segment, entries, end)
+            segment.sealed = sealed
+        except OSError:
+            return
+        finally:
+            self._disk.close(fd)
 
     def _new(self, name: str, reserve: int) -> Segment:
         with self._lock:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cygnet.kv.runtime.disk_store.format import PAGE
 
 if TYPE_CHECKING:
@@ -20,10 +22,8 @@ if TYPE_CHECKING:
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """What a full disk, a quota and a file size limit answer."""
 
-READ_CACHED = getattr(os, "RWF_NOWAIT", 0)
-"""Flag of a read that gives what the page cache has, and does not go to the disk. 0 where there is none."""
-
 DIRECT = getattr(os, "O_DIRECT", 0)
+"""Flag of files that are read and written past the page cache; 0 where there is none."""
 
 
 class Disk:
@@ -31,9 +31,9 @@ class Disk:
 
     # --- changes
 
-    def create(self, path: str) -> int:
+    def create(self, path: str, flags: int = 0) -> int:
         """A new file, open for reading and writing; nobody but this user may read what users wrote."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
 
     def pwritev(self, fd: int, buffers: "Sequence[Buffer]", offset: int) -> int:
         """Write; may write less than asked for."""
@@ -64,9 +64,9 @@ class Disk:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def preadv(self, fd: int, buffers: "Sequence[Buffer]", offset: int, flags: int = 0) -> int:
-        """Read; less than asked for at the file's end, and with `READ_CACHED`."""
-        return os.preadv(fd, buffers, offset, flags)
+    def preadv(self, fd: int, buffers: "Sequence[Buffer]", offset: int) -> int:
+        """Read; less than asked for at the file's end."""
+        return os.preadv(fd, buffers, offset)
 
     def free_bytes(self, path: str) -> int:
         """Bytes of the file system that this user may still take."""
@@ -95,16 +95,28 @@ def aligned(num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
+def is_aligned(buffer: memoryview, alignment: int) -> bool:
+    """Whether address and length suit direct reads and writes."""
+    address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address % alignment == 0 and len(buffer) % alignment == 0
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy equally long memory without the interpreter's lock, which slice assignment would hold."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 def probe_direct(disk: Disk, fd: int) -> int:
-    """Alignment (of memory, length and place) of direct reads from an open file of one page; 0: there are none."""
+    """Alignment (of memory, length and place) of direct reads and writes of an open file, a page long; 0: none work."""
     memory = aligned(2 * PAGE)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | DIRECT)
     except OSError:
         return 0
     for alignment in (512, PAGE) if DIRECT else ():
+        part = [memory[alignment : 2 * alignment]]
         try:
-            if disk.preadv(fd, [memory[alignment : 2 * alignment]], 0) == alignment:
+            if disk.preadv(fd, part, 0) == disk.pwritev(fd, part, 0) == alignment:
                 return alignment
         except OSError:
             continue

@@ -11,15 +11,14 @@ from cygnet.kv.runtime.disk_store.folder import Folder
 from cygnet.kv.runtime.disk_store.segment import Segment
 
 MAX_OPEN = 64
-"""Segments kept open; two files each."""
+"""Segments kept open, beside those being read."""
 
 
 class Handle:
-    """A segment's file, opened through the page cache and (-1: not) past it."""
+    """A segment's open file."""
 
-    def __init__(self, cached: int, direct: int) -> None:
-        self.cached = cached
-        self.direct = direct
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
         self.users = 0
         self.dropped = False
 
@@ -69,7 +68,7 @@ class Handles:
         with self._lock:
             handle = self._open.get(segment.slot)
             if handle is None:
-                handle = self._open_files(segment)
+                handle = self._open_file(segment)
                 self._open[segment.slot] = handle
                 idle = [slot for slot, other in self._open.items() if not other.users and other is not handle]
                 for slot in idle[: max(0, len(idle) - MAX_OPEN + 1)]:
@@ -79,16 +78,11 @@ class Handles:
             handle.users += 1
             return handle
 
-    def _open_files(self, segment: Segment) -> Handle:
-        path = self._folder.data(segment.name)
-        cached = self._disk.open(path)
-        if not self._direct:
-            return Handle(cached, -1)
-        try:
-            return Handle(cached, self._disk.open(path, os.O_RDONLY | DIRECT))
-        except OSError:
-            self._disk.close(cached)
-            raise
+    def _open_file(self, segment: Segment) -> Handle:
+        handle = Handle(self._disk.open(self._folder.data(segment.name), os.O_RDONLY | (DIRECT if self._direct else 0)))
+        if not self._direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_RANDOM)  # calls ask for all they want
+        return handle
 
     def _retire(self, handle: Handle) -> None:
         handle.dropped = True
@@ -96,6 +90,4 @@ class Handles:
             self._close(handle)
 
     def _close(self, handle: Handle) -> None:
-        self._disk.close(handle.cached)
-        if handle.direct >= 0:
-            self._disk.close(handle.direct)
+        self._disk.close(handle.fd)

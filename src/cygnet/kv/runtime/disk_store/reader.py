@@ -1,20 +1,17 @@
-"""Reading objects into the callers' buffers: neighbours with one call, past the page cache where they aren't in it.
+"""Reading objects into the callers' buffers: neighbours with one call, and directly from the disk if that can be.
 
-A read first asks for what the page cache has (objects written a moment ago, or read by others): that is a copy. What
-isn't there comes directly from the disk: the cache could only copy it once more, and would push other things out for
-it. Direct reads need aligned memory; into other buffers they go by way of our own.
+Through the page cache everything would be copied once more, at several times the CPU time, and push other things out.
+Direct reads need aligned memory; into other buffers they go by way of our own.
 """
 
 import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cygnet.kv.runtime.disk_store.catalogue import Catalogue
-from cygnet.kv.runtime.disk_store.disk import READ_CACHED, Disk, aligned
+from cygnet.kv.runtime.disk_store.disk import Disk, aligned, copy, is_aligned
 from cygnet.kv.runtime.disk_store.format import PAGE, object_checksum, round_up
 from cygnet.kv.runtime.disk_store.handles import Handle, Handles
 from cygnet.kv.runtime.disk_store.segment import Segment
@@ -40,16 +37,14 @@ class Want:
     buffer: memoryview
     outcome: Outcome | None = Outcome.TIMED_OUT
     """`None`: its segment is gone."""
+    start: int = 0
+    """Its first byte in the segment."""
+    end: int = 0
+    """The byte after its padding."""
 
-    @property
-    def start(self) -> int:
-        """Its first byte in the segment."""
-        return self.segment.pages[self.ordinal] * PAGE
-
-    @property
-    def end(self) -> int:
-        """The byte after its padding."""
-        return self.start + round_up(len(self.buffer))
+    def __post_init__(self) -> None:
+        self.start = self.segment.pages[self.ordinal] * PAGE
+        self.end = self.start + round_up(len(self.buffer))
 
 
 @dataclass(slots=True)
@@ -95,7 +90,7 @@ class Reader:
         self._team = team
         self._num_threads = num_threads
         self._alignment = alignment
-        """Of direct reads; 0: none are made."""
+        """Of direct reads; 0: reads go through the page cache."""
         self._spare: queue.LifoQueue[memoryview] = queue.LifoQueue(num_threads + 1)
         self._sink = aligned(GAP_BYTES + PAGE)
         """Where gaps and padding go, from all threads at once; nobody looks at it."""
@@ -138,22 +133,13 @@ class Reader:
 
     def _is_gone(self, handle: Handle) -> bool:
         """Whether a short read is due to eviction by another process, which empties the file and deletes it."""
-        stat = os.fstat(handle.cached)
+        stat = os.fstat(handle.fd)
         return stat.st_nlink == 0 or stat.st_size == 0
 
     def _read(self, handle: Handle, run: Run) -> int:
         """Fill the buffers of a run; returns how many bytes of it there were."""
-        parts, size = self._parts(run), run.end - run.start
-        if READ_CACHED and handle.direct >= 0:
-            try:
-                if self._disk.preadv(handle.cached, parts, run.start, READ_CACHED) == size:
-                    return size
-            except OSError:
-                pass  # EAGAIN: none of it is cached
-        if handle.direct < 0:
-            return self._read_fully(handle.cached, parts, run.start)
-        if all(self._is_aligned(part) for part in parts):
-            return self._read_fully(handle.direct, parts, run.start)
+        if not self._alignment or all(is_aligned(want.buffer, self._alignment) for want in run.wants):
+            return self._read_fully(handle.fd, self._parts(run), run.start)
         return self._read_by_way(handle, run)
 
     def _parts(self, run: Run) -> list[memoryview]:
@@ -186,10 +172,6 @@ class Reader:
                     break  # the file ends within a page
         return done
 
-    def _is_aligned(self, part: memoryview) -> bool:
-        address = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
-        return address % self._alignment == 0 and len(part) % self._alignment == 0
-
     def _read_by_way(self, handle: Handle, run: Run) -> int:
         """Read directly into memory of our own, and copy."""
         try:
@@ -199,7 +181,7 @@ class Reader:
         try:
             for offset in range(run.start, run.end, len(memory)):
                 size = min(len(memory), run.end - offset)
-                got = self._read_fully(handle.direct, [memory[:size]], offset)
+                got = self._read_fully(handle.fd, [memory[:size]], offset)
                 _scatter(memory[:got], offset, run.wants)
                 if got < size:
                     return offset - run.start + got
@@ -210,15 +192,8 @@ class Reader:
 
 
 def _scatter(data: memoryview, offset: int, wants: Sequence[Want]) -> None:
-    """Copy what was read at `offset` to where it belongs. numpy copies without the interpreter's lock."""
-    source = np.frombuffer(data, np.uint8)
-    for want, begin, end in _overlaps(offset, len(data), wants):
-        target = np.frombuffer(want.buffer, np.uint8)
-        np.copyto(target[begin - want.start : end - want.start], source[begin - offset : end - offset])
-
-
-def _overlaps(offset: int, size: int, wants: Sequence[Want]) -> Iterator[tuple[Want, int, int]]:
+    """Copy what was read at `offset` to where it belongs."""
     for want in wants:
-        begin, end = max(offset, want.start), min(offset + size, want.start + len(want.buffer))
+        begin, end = max(offset, want.start), min(offset + len(data), want.start + len(want.buffer))
         if begin < end:
-            yield want, begin, end
+            copy(want.buffer[begin - want.start : end - want.start], data[begin - offset : end - offset])

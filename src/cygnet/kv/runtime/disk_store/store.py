@@ -44,7 +44,7 @@ class DiskOptions:
     min_free_bytes: int = 512 << 20
     """The store does not grow into this much of the disk's free space."""
     direct: bool = True
-    """Read past the page cache what isn't in it, where the file system can do that."""
+    """Read and write past the page cache, where the file system can do that."""
 
 
 class DiskStore:
@@ -87,7 +87,15 @@ class DiskStore:
             capacity_bytes=capacity_bytes,
             min_free_bytes=options.min_free_bytes,
         )
-        self._writer = Writer(self._disk, self._folder, self._catalogue, self._reader, self._reclaimer, segment_bytes)
+        self._writer = Writer(
+            self._disk,
+            self._folder,
+            self._catalogue,
+            self._reader,
+            self._reclaimer,
+            segment_bytes=segment_bytes,
+            alignment=self._alignment,
+        )
         self._calls = 0
         self._closed = False
         self._condition = threading.Condition()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cygnet.kv.runtime.disk_store.catalogue import Catalogue
-from cygnet.kv.runtime.disk_store.disk import NO_ROOM, Disk, write_all
+from cygnet.kv.runtime.disk_store.disk import DIRECT, NO_ROOM, Disk, aligned, copy, is_aligned, write_all
 from cygnet.kv.runtime.disk_store.folder import Folder, lock_file
 from cygnet.kv.runtime.disk_store.format import (
     ENTRY,
@@ -38,7 +38,7 @@ from cygnet.kv.store import ObjectKey, Outcome
 
 EXTENT_BYTES = 4 << 20
 """Most that is written with one call, single larger objects aside."""
-_PADDING = bytes(PAGE)
+_PADDING = aligned(PAGE)
 
 
 @dataclass(slots=True)
@@ -76,7 +76,15 @@ class Writer:
     """
 
     def __init__(
-        self, disk: Disk, folder: Folder, catalogue: Catalogue, reader: Reader, reclaimer: Reclaimer, segment_bytes: int
+        self,
+        disk: Disk,
+        folder: Folder,
+        catalogue: Catalogue,
+        reader: Reader,
+        reclaimer: Reclaimer,
+        *,
+        segment_bytes: int,
+        alignment: int,
     ) -> None:
         self._disk = disk
         self._folder = folder
@@ -84,7 +92,11 @@ class Writer:
         self._reader = reader
         self._reclaimer = reclaimer
         self._segment_bytes = segment_bytes
-        self._extent_bytes = min(EXTENT_BYTES, segment_bytes // 4)
+        self._alignment = alignment
+        """Of direct writes; 0: writes go through the page cache."""
+        self._head = aligned(PAGE)
+        self._stage: memoryview | None = None
+        self._extent_bytes = min(EXTENT_BYTES, segment_bytes // 4 // PAGE * PAGE)
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._fd = -1
@@ -197,13 +209,17 @@ class Writer:
         head = pack_extent_head(
             segment.tag, segment.end // PAGE, [item.key for item in items], lengths, [item.checksum for item in items]
         )
-        buffers: list[bytes | memoryview] = [head]
+        self._head[:] = head
+        parts = [self._head]
         for item in items:
-            buffers.append(item.payload)
+            parts.append(item.payload)
             if padding := -len(item.payload) % PAGE:
-                buffers.append(_PADDING[:padding])
+                parts.append(_PADDING[:padding])
         try:
-            write_all(self._disk, self._fd, buffers, segment.end)
+            if not self._alignment or all(is_aligned(part, self._alignment) for part in parts):
+                write_all(self._disk, self._fd, parts, segment.end)
+            else:
+                self._write_by_way(parts, segment.end)
         except OSError as error:
             self._undo(segment)
             return Outcome.FULL if error.errno in NO_ROOM else Outcome.FAILED
@@ -211,6 +227,21 @@ class Writer:
         self._catalogue.extend(segment, np.frombuffer(head, ENTRY, len(items), ExtentHead.size), end)
         self.bytes_written += sum(lengths)
         return Outcome.OK
+
+    def _write_by_way(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Copy to aligned memory, and write from there."""
+        stage = self._stage = self._stage or aligned(self._extent_bytes)
+        filled = 0
+        for part in parts:
+            while part:
+                size = min(len(part), len(stage) - filled)
+                copy(stage[filled : filled + size], part[:size])
+                part, filled = part[size:], filled + size
+                if filled == len(stage):
+                    write_all(self._disk, self._fd, [stage], offset)
+                    offset, filled = offset + filled, 0
+        if filled:
+            write_all(self._disk, self._fd, [stage[:filled]], offset)
 
     def _undo(self, segment: Segment) -> None:
         self._spoilt = True
@@ -239,11 +270,12 @@ class Writer:
 
     def _create(self) -> None:
         name = self._folder.new_name()
-        self._fd = self._disk.create(self._folder.data(name))
+        self._fd = self._disk.create(self._folder.data(name), DIRECT if self._alignment else 0)
         self._spoilt = False
         if not lock_file(self._fd):
             raise OSError(errno.EBUSY, "someone has locked a new file")
-        write_all(self._disk, self._fd, [pack_segment_head(self._segment_bytes)], 0)
+        self._head[:] = pack_segment_head(self._segment_bytes)
+        write_all(self._disk, self._fd, [self._head], 0)
         self._disk.close(self._disk.create(self._folder.marks(name)))
         self._active = self._catalogue.create(name, self._segment_bytes)
 
