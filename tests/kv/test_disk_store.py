@@ -21,6 +21,7 @@ from contracts.store import CHECKS, NAMESPACES, get, key, payload, put
 from cygnet.base.errors import ConfigError
 from cygnet.kv.runtime.disk_store import DiskOptions, DiskStore, open_disk_store
 from cygnet.kv.runtime.disk_store.format import MAX_ENTRIES, Entry, ExtentHead
+from cygnet.kv.runtime.disk_store.handles import MAX_OPEN
 from cygnet.kv.runtime.disk_store.team import Team
 from cygnet.kv.runtime.stores import open_store
 from cygnet.kv.store import Outcome
@@ -93,6 +94,17 @@ def test_cold_objects_are_read_from_the_disk(tmp_path: Path) -> None:
         for k, buffer in zip(keys, buffers, strict=True):
             assert np.array_equal(buffer, payload(k, len(buffer)))
     store.close()
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    store = small_store(tmp_path)
+    fill(store, 400)
+    assert len(list(tmp_path.glob("*.seg"))) > MAX_OPEN + 20
+    assert get(store, *(key(("fill", i)) for i in range(400))) == [OK] * 400
+    assert len(open_files(tmp_path)) <= MAX_OPEN + 3
+    assert store.audit() == []
+    store.close()
+    assert open_files(tmp_path) == []
 
 
 def test_a_smaller_capacity_is_kept_to_from_the_start(tmp_path: Path) -> None:
@@ -575,5 +587,6 @@ def test_a_busy_team_leaves_callers_to_themselves() -> None:
 def test_what_is_late_is_left_undone() -> None:
     team = Team(0, "test")
     done: list[int] = []
-    team.run([1, 2, 3], done.append, time.monotonic() - 1)
+    for tasks in ([], [1], [1, 2, 3]):
+        team.run(tasks, done.append, time.monotonic() - 1)
     assert done == []

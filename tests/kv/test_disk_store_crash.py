@@ -247,14 +247,17 @@ def test_files_of_segments_that_are_gone_are_removed(tmp_path: Path) -> None:
 class StoreMachine(RuleBasedStateMachine):
     """Two stores on one folder, as two processes have them, against a dict of what must be there."""
 
-    @initialize(ample=st.booleans())
-    def start(self, ample: bool) -> None:
-        self.folder = Path(mkdtemp())
+    @initialize(ample=st.booleans(), direct=st.booleans())
+    def start(self, ample: bool, direct: bool) -> None:
+        self.folder, self.direct = Path(mkdtemp()), direct
         self.capacity = AMPLE if ample else TIGHT
         self.disks = [FaultyDisk(watch=self.watch), FaultyDisk(watch=self.watch)]
-        self.stores = [small_store(self.folder, self.capacity, disk) for disk in self.disks]
+        self.stores = [self.open(disk) for disk in self.disks]
         self.there: set[int] = set()
         self.damaged = False
+
+    def open(self, disk: FaultyDisk) -> DiskStore:
+        return small_store(self.folder, self.capacity, disk, direct=self.direct)
 
     def watch(self) -> None:
         assert bytes_on_disk(self.folder) <= self.capacity
@@ -304,7 +307,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.disks[who].abandon()
         else:
             self.stores[who].close()
-        self.stores[who] = small_store(self.folder, self.capacity, self.disks[who])
+        self.stores[who] = self.open(self.disks[who])
 
     @rule(who=st.integers(0, 1), names=st.lists(st.integers(0, 40), min_size=1, max_size=6), after=st.integers(0, 12))
     def crash_in_put(self, who: int, names: list[int], after: int) -> None:
@@ -318,11 +321,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.there |= acknowledged
         disk.abandon()
         disk.crash_after(None)
-        self.stores[who] = small_store(self.folder, self.capacity, disk)
+        self.stores[who] = self.open(disk)
 
     def unsure(self, names: list[int]) -> None:
         """These may or may not be there: find out, so that the model is exact again."""
-        other = small_store(self.folder, self.capacity)
+        other = small_store(self.folder, self.capacity, direct=self.direct)
         self.there |= {name for name in names if get_some(other, [name]) == [OK]}
         other.close()
 

@@ -20,6 +20,9 @@ ORDINALS = (1 << SLOT_SHIFT) - 1
 SETTLED_NS = 100_000_000
 """A folder that changed less than this ago may change again within the same tick of its clock."""
 
+MANY_MARKS = 256
+"""From so many on, a segment's marks are written with one call."""
+
 Place = int
 
 
@@ -96,14 +99,14 @@ class Catalogue:
             self._write_marks(name, offsets)
 
     def kill(self, places: Iterable[tuple[Segment, int]], *, on_disk: bool = True) -> int:
-        """These entries are found no more, by any process if `on_disk`. Returns how many there were."""
-        count = 0
+        """These entries are found no more, by any process if `on_disk`. Returns how many objects that costs."""
         dead: dict[str, list[int]] = {}
         with self._lock:
+            before = len(self._first)
             for segment, ordinal in places:
                 if segment.slot in self._segments and self._kill(segment, ordinal):
-                    count += 1
                     dead.setdefault(segment.name, []).append(2 * segment.pages[ordinal] + 1)
+            count = before - len(self._first)
         if on_disk:
             for name, offsets in dead.items():
                 self._write_marks(name, offsets)
@@ -299,8 +302,16 @@ class Catalogue:
         except OSError:
             return
         try:
-            for offset in offsets:
-                self._disk.pwritev(fd, [b"\x01"], offset)
+            if len(offsets) <= MANY_MARKS:
+                for offset in offsets:
+                    self._disk.pwritev(fd, [b"\x01"], offset)
+            else:  # what another process marks meanwhile may be lost: an object's second chance, or its removal
+                known = read_marks(self._disk, self._folder, name)
+                marks = bytearray(max(len(known), max(offsets) + 1))
+                marks[: len(known)] = known
+                for offset in offsets:
+                    marks[offset] = 1
+                self._disk.pwritev(fd, [marks], 0)
         except OSError:
             pass
         finally:

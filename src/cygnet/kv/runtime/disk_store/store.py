@@ -183,15 +183,27 @@ class DiskStore:
             if not open_:
                 return 0
             self._catalogue.refresh(force=True)
-            return self._forget(set(keys))
+            count = self._catalogue.kill(self._catalogue.places(set(keys)))
+            if count:
+                self._removed()
+            return count
 
     def clear(self, namespace: Namespace | None = None) -> int:
         with self._call() as open_:
             if not open_:
                 return 0
             self._catalogue.refresh(force=True)
-            keys = {key for segment in self._catalogue.segments() for key in segment.keys}
-            return self._forget({key for key in keys if namespace is None or key[:NAMESPACE_BYTES] == namespace})
+            count = 0
+            for segment in self._catalogue.segments():
+                keys = segment.keys
+                count += self._catalogue.kill(
+                    (segment, ordinal)
+                    for ordinal in list(segment.live())
+                    if namespace is None or keys[ordinal][:NAMESPACE_BYTES] == namespace
+                )
+            if count:
+                self._removed()
+            return count
 
     def stats(self) -> StoreStats:
         with self._call() as open_:
@@ -248,14 +260,10 @@ class DiskStore:
         self._catalogue.use([(want.segment, want.ordinal) for want in there if want.outcome is Outcome.OK])
         return [Outcome.MISS if want is None else want.outcome for want in wants]
 
-    def _forget(self, keys: set[ObjectKey]) -> int:
-        """Every entry of these objects is dead from now on, for all processes."""
-        count = sum(key in self._catalogue for key in keys)
-        if count:
-            self._catalogue.kill(self._catalogue.places(keys))
-            self._writer.delete_dead(time.monotonic() + DEFAULT_TIMEOUT_S)
-            self._folder.announce()
-        return count
+    def _removed(self) -> None:
+        """Free what has no live object left, and let other processes know."""
+        self._writer.delete_dead(time.monotonic() + DEFAULT_TIMEOUT_S)
+        self._folder.announce()
 
     @contextmanager
     def _call(self) -> Iterator[bool]:

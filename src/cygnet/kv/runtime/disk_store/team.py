@@ -69,6 +69,10 @@ class Team:
 
     def run(self, tasks: list[T], work: Callable[[T], None], deadline: float) -> None:
         """`work(task)` for each task, several at once; what is not begun by `deadline` (monotonic seconds) is left."""
+        if len(tasks) == 1:
+            if time.monotonic() < deadline:
+                work(tasks[0])
+            return
         job = _Job(tasks, work, deadline)
         for _ in range(min(self._num_threads, len(tasks) - 1)):
             if not self._ask(job.help):
