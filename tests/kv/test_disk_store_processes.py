@@ -14,7 +14,7 @@ import pytest
 from contracts.store import key
 from cygnet.kv.runtime.disk_store import DiskStore
 from cygnet.kv.store import Outcome
-from support.store_folder import AMPLE, TIGHT, bytes_on_disk, open_files, small_store
+from support.store_folder import AMPLE, TIGHT, bytes_held, bytes_on_disk, open_files, small_store
 from support.store_worker import LENGTHS, body
 
 
@@ -139,6 +139,9 @@ def test_one_evicts_what_the_other_reads(tmp_path: Path) -> None:
         for name in range(1, 200):
             ask(process, name)
             assert bytes_on_disk(tmp_path) <= TIGHT
+        held = [name for name in open_files(tmp_path) if name.endswith("(deleted)")]
+        assert len(held) == 1, "this process has not looked yet"
+        assert bytes_held(tmp_path) == 0
         assert right(store, [0]) == 0
         assert right(store, [199]) == 1
         assert not [name for name in open_files(tmp_path) if name.endswith("(deleted)")]

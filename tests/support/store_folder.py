@@ -29,13 +29,22 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def open_files(folder: Path) -> list[str]:
-    """This process's open files in the folder."""
+    """This process's open files in the folder; deleted ones end with `(deleted)`."""
+    return [target for target, _ in _open(folder)]
+
+
+def bytes_held(folder: Path) -> int:
+    """What deleted files of the folder still take because this process has them open."""
+    return sum(size for target, size in _open(folder) if target.endswith("(deleted)"))
+
+
+def _open(folder: Path) -> list[tuple[str, int]]:
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
+            target, size = os.readlink(f"/proc/self/fd/{fd}"), os.stat(f"/proc/self/fd/{fd}").st_size
         except FileNotFoundError:
             continue  # the listing's own
         if target.startswith(str(folder)):
-            found.append(target)
+            found.append((target, size))
     return found
