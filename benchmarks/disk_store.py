@@ -4,9 +4,10 @@
 
 Throughput: plain calls and the store take turns, piece by piece of 64 MiB and in changing order, so that whatever else
 uses the disk hurts both; `of plain` is the median over pieces of (plain time / store time). Plain reads and writes are
-sequential calls of 1 MiB from one thread, into and out of the same memory as the store's. The store is given batches of
-16 MiB; it reads with its default threads. Before reads the files' pages are dropped from the page cache. What goes
-through the page cache is not flushed: O_DIRECT writes have reached the disk, others have not.
+sequential calls of 1 MiB from one thread, into and out of the memory that the store gets too: aligned, in huge pages.
+(`unaligned` and `small pages` are gets into other memory.) The store is given batches of 16 MiB; it reads with its
+default threads. Before reads the files' pages are dropped from the page cache. What goes through the page cache is not
+flushed: O_DIRECT writes have reached the disk, others have not.
 
 `--check` fails when gets of 1 MiB objects into aligned memory are below `[disk_store] min_read_fraction_1mib` in
 `benchmarks/targets.toml`, as a fraction of plain O_DIRECT reads.
@@ -31,6 +32,7 @@ import numpy as np
 
 from cygnet.base.ids import BlockKey
 from cygnet.kv.runtime.disk_store import DiskOptions, DiskStore
+from cygnet.kv.runtime.memory import pool_memory
 from cygnet.kv.store import Group, Namespace, ObjectKey, Outcome, object_key
 from provenance import environment
 
@@ -67,7 +69,7 @@ class Latency:
 
 def memory(num_bytes: int, shift: int = 0) -> memoryview:
     """Memory that begins `shift` bytes after a page does."""
-    return memoryview(mmap.mmap(-1, num_bytes + 4096))[shift : shift + num_bytes]
+    return pool_memory(num_bytes + 4096)[shift : shift + num_bytes]
 
 
 def drop_cache(folder: Path) -> None:
@@ -141,12 +143,12 @@ class Turns:
 
 
 def throughput(folder: Path, size: int, pieces: int, rounds: int, *, direct: bool) -> list[Throughput]:
-    """Puts and gets of `pieces` x 64 MiB, `rounds` times. Gets go to aligned and to unaligned memory in turn."""
+    """Puts and gets of `pieces` x 64 MiB, `rounds` times. Gets go to three kinds of memory in turn."""
     per_batch = BATCH // size
     per_piece = PIECE // BATCH * per_batch
-    whole = [memory(BATCH), memory(BATCH, 64)]
-    whole[0][:] = np.random.default_rng(0).integers(0, 256, BATCH, np.uint8).data
-    whole[1][:] = bytes(BATCH)  # so that it is there
+    whole = [memory(BATCH), memory(BATCH, 64), memoryview(mmap.mmap(-1, BATCH))]
+    for into in whole:
+        into[:] = np.random.default_rng(0).integers(0, 256, BATCH, np.uint8).data
     buffers = [[into[i * size : (i + 1) * size] for i in range(per_batch)] for into in whole]
     cached = Plain(folder / "plain", whole[0], direct=False)
     straight = Plain(folder / "plain_direct", whole[0], direct=True)
@@ -165,9 +167,9 @@ def throughput(folder: Path, size: int, pieces: int, rounds: int, *, direct: boo
             for batch in batches(piece):
                 assert set(store.batch_put(batch, buffers[0])) == {Outcome.OK}
 
-        def get(piece: int, shift: int, store: DiskStore = store) -> None:
+        def get(piece: int, kind: int, store: DiskStore = store) -> None:
             for batch in batches(piece):
-                assert set(store.batch_get_into(batch, buffers[shift])) == {Outcome.OK}
+                assert set(store.batch_get_into(batch, buffers[kind])) == {Outcome.OK}
 
         for piece in range(pieces):
             writes.take(
@@ -180,12 +182,12 @@ def throughput(folder: Path, size: int, pieces: int, rounds: int, *, direct: boo
         for name in ("store", "."):
             drop_cache(folder / name)
         for piece in range(pieces):
-            shift = piece % 2
-            what = f"get{mode}{', unaligned memory' if shift else ''}"
+            kind = piece % 3
+            what = f"get{mode}{('', ', unaligned', ', small pages')[kind]}"
             ways = {
                 "plain read, O_DIRECT": partial(straight.read, piece),
                 "plain read": partial(cached.read, piece),
-                what: partial(get, piece, shift),
+                what: partial(get, piece, kind),
             }
             reads.take(ways)
             if not direct:
@@ -202,7 +204,7 @@ def throughput(folder: Path, size: int, pieces: int, rounds: int, *, direct: boo
 def latencies(folder: Path, size: int, count: int) -> list[Latency]:
     """Single objects: put, then got in turn with plain O_DIRECT reads of the same size, in random order."""
     store = DiskStore(folder / "store", 2 * count * (size + 8192) + (256 << 20), OPTIONS)
-    keys, body, into = keys_of(count, 0), memory(size), memory(size)
+    keys, body, into = keys_of(count, 0), memory(BATCH)[:size], memory(BATCH)[:size]
     body[:] = os.urandom(size)
 
     def timed(call: Callable[[], object]) -> float:
@@ -292,7 +294,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=0, help="how often all is written and read (2; quick: 1)")
     options = parser.parse_args()
-    pieces, rounds = (4, options.rounds or 1) if options.quick else (12, options.rounds or 2)
+    pieces, rounds = (6, options.rounds or 1) if options.quick else (12, options.rounds or 2)
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="disk-store-"))
     try:
         results: list[Throughput] = []

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cygnet.kv.runtime.disk_store.disk import DIRECT, Disk, aligned
+from cygnet.kv.runtime.disk_store.disk import DIRECT, Disk
+from cygnet.kv.runtime.memory import pool_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -94,7 +95,7 @@ class FaultyDisk(Disk):
         data = b"".join(buffers)[:num_bytes]
         if fcntl.fcntl(fd, fcntl.F_GETFL) & DIRECT:
             data = data[: len(data) // 512 * 512]
-        memory = aligned(max(1, len(data)))
+        memory = pool_memory(max(1, len(data)))
         memory[: len(data)] = data
         return os.pwrite(fd, memory[: len(data)], offset)
 

@@ -142,7 +142,10 @@ class Store(Protocol):
 
     @property
     def buffer_alignment(self) -> int:
-        """Bytes to which buffers had best be aligned, in address and length; others work, but are copied once more."""
+        """Bytes to which buffers had best be aligned, in address and length; others work, but are copied once more.
+
+        `cygnet.kv.runtime.memory.pool_memory` suits every store, and is faster than other aligned memory.
+        """
 
     def batch_exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Whether each object is there, from memory alone or in one round trip. Not a use: nothing is refreshed."""

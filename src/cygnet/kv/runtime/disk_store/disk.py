@@ -5,7 +5,6 @@ Tests put another `Disk` in its place that is full, fails or stops in the middle
 
 import errno
 import fcntl
-import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cygnet.kv.runtime.disk_store.format import PAGE
+from cygnet.kv.runtime.memory import pool_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,11 +90,6 @@ def write_all(disk: Disk, fd: int, buffers: "Sequence[Buffer]", offset: int) -> 
             left[0] = left[0][written:]
 
 
-def aligned(num_bytes: int) -> memoryview:
-    """New memory that begins at a page."""
-    return memoryview(mmap.mmap(-1, num_bytes))
-
-
 def is_aligned(buffer: memoryview, alignment: int) -> bool:
     """Whether address and length suit direct reads and writes."""
     address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
@@ -108,7 +103,7 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 def probe_direct(disk: Disk, fd: int) -> int:
     """Alignment (of memory, length and place) of direct reads and writes of an open file, a page long; 0: none work."""
-    memory = aligned(2 * PAGE)
+    memory = pool_memory(2 * PAGE)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | DIRECT)
     except OSError:

@@ -11,14 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cygnet.kv.runtime.disk_store.catalogue import Catalogue
-from cygnet.kv.runtime.disk_store.disk import Disk, aligned, copy, is_aligned
+from cygnet.kv.runtime.disk_store.disk import Disk, copy, is_aligned
 from cygnet.kv.runtime.disk_store.format import PAGE, object_checksum, round_up
 from cygnet.kv.runtime.disk_store.handles import Handle, Handles
 from cygnet.kv.runtime.disk_store.segment import Segment
 from cygnet.kv.runtime.disk_store.team import Team
+from cygnet.kv.runtime.memory import pool_memory
 from cygnet.kv.store import Outcome
 
-RUN_BYTES = 1 << 20
+RUN_BYTES = 2 << 20
 """Most that is read with one call, single larger objects aside."""
 MIN_RUN_BYTES = 256 << 10
 """Smaller ones are not split up to busy more threads."""
@@ -92,7 +93,7 @@ class Reader:
         self._alignment = alignment
         """Of direct reads; 0: reads go through the page cache."""
         self._spare: queue.LifoQueue[memoryview] = queue.LifoQueue(num_threads + 1)
-        self._sink = aligned(GAP_BYTES + PAGE)
+        self._sink = pool_memory(GAP_BYTES + PAGE)
         """Where gaps and padding go, from all threads at once; nobody looks at it."""
 
     def get(self, wants: Sequence[Want], deadline: float) -> None:
@@ -177,7 +178,7 @@ class Reader:
         try:
             memory = self._spare.get_nowait()
         except queue.Empty:
-            memory = aligned(RUN_BYTES)
+            memory = pool_memory(RUN_BYTES)
         try:
             for offset in range(run.start, run.end, len(memory)):
                 size = min(len(memory), run.end - offset)

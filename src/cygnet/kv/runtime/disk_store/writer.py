@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cygnet.kv.runtime.disk_store.catalogue import Catalogue
-from cygnet.kv.runtime.disk_store.disk import DIRECT, NO_ROOM, Disk, aligned, copy, is_aligned, write_all
+from cygnet.kv.runtime.disk_store.disk import DIRECT, NO_ROOM, Disk, copy, is_aligned, write_all
 from cygnet.kv.runtime.disk_store.folder import Folder, lock_file
 from cygnet.kv.runtime.disk_store.format import (
     ENTRY,
@@ -34,11 +34,12 @@ from cygnet.kv.runtime.disk_store.reader import Reader, Want
 from cygnet.kv.runtime.disk_store.reclaim import Reclaimer
 from cygnet.kv.runtime.disk_store.scan import load_orphan
 from cygnet.kv.runtime.disk_store.segment import Segment
+from cygnet.kv.runtime.memory import pool_memory
 from cygnet.kv.store import ObjectKey, Outcome
 
 EXTENT_BYTES = 4 << 20
 """Most that is written with one call, single larger objects aside."""
-_PADDING = aligned(PAGE)
+_PADDING = pool_memory(PAGE)
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class Writer:
         self._segment_bytes = segment_bytes
         self._alignment = alignment
         """Of direct writes; 0: writes go through the page cache."""
-        self._head = aligned(PAGE)
+        self._head = pool_memory(PAGE)
         self._stage: memoryview | None = None
         self._extent_bytes = min(EXTENT_BYTES, segment_bytes // 4 // PAGE * PAGE)
         self._lock = threading.Lock()
@@ -230,7 +231,7 @@ class Writer:
 
     def _write_by_way(self, parts: Sequence[memoryview], offset: int) -> None:
         """Copy to aligned memory, and write from there."""
-        stage = self._stage = self._stage or aligned(self._extent_bytes)
+        stage = self._stage = self._stage or pool_memory(self._extent_bytes)
         filled = 0
         for part in parts:
             while part:
