@@ -3,6 +3,7 @@
 Tests put another `Disk` in its place that is full, fails or stops in the middle of any of these calls.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -92,8 +93,11 @@ def write_all(disk: Disk, fd: int, buffers: "Sequence[Buffer]", offset: int) -> 
 
 def is_aligned(buffer: memoryview, alignment: int) -> bool:
     """Whether address and length suit direct reads and writes."""
-    address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address % alignment == 0 and len(buffer) % alignment == 0
+    if len(buffer) % alignment:
+        return False
+    if buffer.readonly:  # ctypes, ten times as fast, gives no addresses of these
+        return np.frombuffer(buffer, np.uint8).ctypes.data % alignment == 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % alignment == 0
 
 
 def copy(target: memoryview, source: memoryview) -> None:
