@@ -63,6 +63,7 @@ def number_of_changes(folder: Path, capacity: int) -> int:
     return disk.changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "torn"), [(AMPLE, 0.6), (TIGHT, 0.0), (TIGHT, 0.6), (TIGHT, 1.0)])
 def test_a_crash_at_any_change(tmp_path: Path, capacity: int, torn: float) -> None:
     """What was acknowledged is found (if there is room for all), and right; the store goes on, within its capacity."""

@@ -79,10 +79,8 @@ class Handles:
             return handle
 
     def _open_file(self, segment: Segment) -> Handle:
-        handle = Handle(self._disk.open(self._folder.data(segment.name), os.O_RDONLY | (DIRECT if self._direct else 0)))
-        if not self._direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_RANDOM)  # calls ask for all they want
-        return handle
+        flags = os.O_RDONLY | (DIRECT if self._direct else 0)
+        return Handle(self._disk.open(self._folder.data(segment.name), flags))
 
     def _retire(self, handle: Handle) -> None:
         handle.dropped = True
