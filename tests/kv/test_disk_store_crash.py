@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from tempfile import mkdtemp
 
 import numpy as np
@@ -350,6 +350,7 @@ class StoreMachine(RuleBasedStateMachine):
             store.close()
         if hasattr(self, "folder"):
             assert open_files(self.folder) == []
+            rmtree(self.folder)
 
 
 StoreMachine.TestCase.settings = settings(
