@@ -406,8 +406,11 @@ def test_an_engine_says_where_its_weights_are_from(
         load_engine(config, report=lambda stage, done, total: stages.append(stage))
         assert words in caplog.text
         assert str(tmp_path / "cache" / "cygnet" / "weights") in caplog.text
-    assert [*dict.fromkeys(stages)] == ["finding the model", "loading weights", "keeping the weights"]
-    assert stages[-1] == "loading weights"
+    of_weights = [stage for stage in dict.fromkeys(stages) if stage != "compiling kernels"]
+    assert of_weights == ["finding the model", "loading weights", "keeping the weights"]
+    second = stages[len(stages) - stages[::-1].index("finding the model") :]
+    assert "loading weights" in second
+    assert "keeping the weights" not in second
 
 
 @pytest.mark.slow

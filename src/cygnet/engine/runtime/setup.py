@@ -22,6 +22,7 @@ from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes, plan_pools
 from cygnet.model.cache_dir import default_cache_dir, weights_folder
+from cygnet.model.cpu.kernels import SUFFIX, prepare
 from cygnet.model.decoder import HybridModel
 from cygnet.model.loader import build_model
 from cygnet.model.source import ModelSource, find_model
@@ -190,6 +191,8 @@ def load_engine(
         cache=weight_cache(config, source, report),
         progress=lambda done, total: report("loading weights", done, total),
     )
+    if model.ops.is_compiled and dtype in SUFFIX:
+        prepare(dtype, lambda done, total: report("compiling kernels", done, total))
     engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids, report=report)
     return engine, describe(engine, model, source.name)
 

@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -77,6 +77,18 @@ def _compiled(name: str, dtype: torch.dtype) -> Any:
     from cygnet.model.cpu.jit import compile_kernel
 
     return compile_kernel(getattr(module, f"{name}_{SUFFIX[dtype]}"))
+
+
+def prepare(dtype: torch.dtype, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Compile all kernels for a dtype, or read them from the cache: some 15 s the first time, 0.1 s later.
+
+    `progress` is called with (kernels done, in total).
+    """
+    for index, (name, (module, _)) in enumerate(_KERNELS.items()):
+        progress(index, len(_KERNELS))
+        if hasattr(importlib.import_module(f"cygnet.model.cpu.{module}"), f"{name}_{SUFFIX[dtype]}"):
+            _compiled(name, dtype)
+    _compiled("program", torch.float32)
 
 
 Call = tuple[int, np.ndarray, int]
