@@ -7,6 +7,10 @@
 model loaded once (`engine_workers/`). Row by row the engines take turns, round by round, in an order that rotates;
 figures are medians. `limit` is what the memory bandwidth and the GEMM rate allow, probed between the rounds.
 
+vLLM is called as a library (no server, no text) like Cygnet. transformers and llama.cpp are left out of rows that take
+them minutes a round: transformers' long prefills and eight sequences of 8K, llama.cpp's four users (it prefills the
+shared prefix again in three of four slots).
+
 Prompts are token ids made from a counter: equal for all engines within a round, and new in each round where nothing may
 be cached. llama.cpp's prefill and decodes up to 1K are those of its own `llama-batched-bench` (the model alone: no
 sampling, no server); everything else counts the engine's scheduling and sampling too.
@@ -47,7 +51,7 @@ SPIN_COUNT = "10000"
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of work. `op` and the sizes are what a worker is asked; `unit` is tok/s or s (then less is better)."""
+    """One kind of work. `op` and the sizes are what a worker is asked; less is better, but for a `unit` of tok/s."""
 
     name: str
     op: str
@@ -63,14 +67,20 @@ class Row:
     weight_bytes: float = 2.0
     """Of the limit."""
 
+    @property
+    def less_is_better(self) -> bool:
+        return self.unit != "tok/s"
+
     def value(self, seconds: float) -> float:
         """The figure that `seconds` mean: the worker's answer is per step for decodes, else for all."""
-        if self.unit == "s":
+        if self.less_is_better:
             return seconds
         return (self.context if self.op == "prefill" else self.batch) / seconds
 
     def limit(self, limits: Limits, work: ModelWork) -> float:
         """The figure that the machine's limits allow."""
+        if self.op == "held":
+            return self.batch * work.description.kv_geometry(2).cached_bytes(self.context) / (1 << 20)
         if self.op == "prefill":
             return self.value(limits.seconds(work.prefill(self.context)))
         if self.op == "decode":
@@ -86,13 +96,16 @@ ROWS = [
     Row("prefill 4K", "prefill", 4096),
     Row("prefill 16K", "prefill", 16384, engines=("cygnet", "vllm", "llama.cpp")),
     Row("prefill 32K", "prefill", 32000, rounds=3, engines=("cygnet", "vllm")),
+    Row("KV of 16 sessions of 32K", "held", 32000, 16, rounds=1, engines=("cygnet", "vllm"), unit="MiB"),
     Row("decode b1 @512", "decode", 512, 1, steps=32, quick=True),
     Row("decode b1 @512, 8-bit or less", "decode", 512, 1, steps=32, engines=BYTES, weight_bytes=1.0, quick=True),
     Row("decode b8 @512", "decode", 512, 8, steps=16, quick=True),
     Row("decode b32 @512", "decode", 512, 32, steps=8, quick=True),
     Row("decode b8 @8K", "decode", 8192, 8, steps=12, engines=WITH_CACHE),
     Row("8K cached + 200: first token", "first_token", 8192, 1, tail=200, unit="s", engines=WITH_CACHE),
-    Row("4 users, same 8K + 200, 16 tokens", "first_token", 8192, 4, 16, tail=200, unit="s", engines=WITH_CACHE),
+    Row(
+        "4 users, same 8K + 200, 16 tokens", "first_token", 8192, 4, 16, tail=200, unit="s", engines=("cygnet", "vllm")
+    ),
 ]
 
 
@@ -196,7 +209,7 @@ class Measured:
         peers = [(name, median(v)) for name, v in self.values.items() if v and not name.startswith("cygnet")]
         if not peers:
             return None
-        return (min if self.row.unit == "s" else max)(peers, key=lambda peer: peer[1])
+        return (min if self.row.less_is_better else max)(peers, key=lambda peer: peer[1])
 
     @property
     def ratio(self) -> float | None:
@@ -224,8 +237,11 @@ def measure(row: Row, workers: Mapping[str, Worker], rounds: int, prompts: Promp
         measured.limits.append(row.limit(Limits.measure(), work))
         asked = request(row, turn, kept, prefix, prompts)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            seconds = workers[name].ask(row.op, **asked)["seconds"]
-            measured.values[name].append(row.value(seconds))
+            answer = workers[name].ask(row.op, **asked)
+            if row.op == "held":
+                measured.values[name].append(row.batch * answer["bytes"] / (1 << 20))
+            else:
+                measured.values[name].append(row.value(answer["seconds"]))
     return measured
 
 
@@ -239,6 +255,8 @@ def request(row: Row, turn: int, kept: list[list[int]], prefix: list[int], promp
     """What a worker is asked in a round."""
     if row.op == "prefill":
         return {"prompt": prompts.get(f"{row.name}, round {turn}", row.context)}
+    if row.op == "held":  # cached, where the longest prefill was measured before
+        return {"prompt": prompts.get("prefill 32K, round 0", row.context)}
     if row.op == "decode":
         return {"prompts": kept, "steps": row.steps}
     tails = [prompts.get(f"{row.name}, round {turn}, user {index}", row.tail) for index in range(row.batch)]
@@ -263,7 +281,9 @@ def start(names: list[str], threads: int, logs: Path) -> dict[str, Worker]:
 def shown(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f} s" if unit == "s" else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+    if unit != "tok/s":
+        return f"{value:,.0f} MiB" if unit == "MiB" else f"{value:.2f} s"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def print_header(names: list[str]) -> None:
@@ -279,7 +299,7 @@ def print_row(measured: Measured, names: list[str]) -> None:
     figures = "".join(f"{shown(measured.figure(name), row.unit):>14}" for name in names)
     limit = median(measured.limits)
     ratio, ours = measured.ratio, measured.ours
-    of_limit = None if ours is None else (limit / ours if row.unit == "s" else ours / limit)
+    of_limit = None if ours is None else (limit / ours if row.less_is_better else ours / limit)
     print(
         f"{row.name:<34}{figures}{shown(limit, row.unit):>9}"
         + (f"{ratio:>8.2f}x" if ratio is not None else f"{'-':>9}")
@@ -297,8 +317,8 @@ def check(results: list[Measured]) -> int:
         if target is None or ratio is None:
             print(f"not judged: {measured.row.name} (no {'target' if target is None else 'peer'})")
             continue
-        good = ratio <= target if measured.row.unit == "s" else ratio >= target
-        sign = "<=" if measured.row.unit == "s" else ">="
+        good = ratio <= target if measured.row.less_is_better else ratio >= target
+        sign = "<=" if measured.row.less_is_better else ">="
         print(f"{'ok' if good else 'MISSED'}: {measured.row.name}: {ratio:.2f} x the best peer, target {sign} {target}")
         missed += not good
     return 1 if missed else 0
@@ -335,7 +355,7 @@ def plot(results: list[Measured], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [measured for measured in results if measured.row.unit != "s"]
+    rows = [measured for measured in results if not measured.row.less_is_better]
     names = list(dict.fromkeys(name for measured in rows for name in measured.values))
     figure, axes = pyplot.subplots(figsize=(9, 0.62 * len(rows) + 1.6), layout="constrained")
     height = 0.8 / len(names)
@@ -343,7 +363,9 @@ def plot(results: list[Measured], path: Path) -> None:
         places = [place - 0.4 + (index + 0.5) * height for place in range(len(rows))]
         shares = [100 * (m.figure(name) or 0) / median(m.limits) for m in rows]
         bars = axes.barh(places, shares, height, label=name)
-        axes.bar_label(bars, [shown(m.figure(name), "") if m.figure(name) else "" for m in rows], padding=2, fontsize=7)
+        axes.bar_label(
+            bars, [shown(m.figure(name), "tok/s") if m.figure(name) else "" for m in rows], padding=2, fontsize=7
+        )
     axes.set_yticks(range(len(rows)), [m.row.name for m in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 110)

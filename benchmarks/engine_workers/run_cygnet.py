@@ -7,6 +7,7 @@ from typing import Any
 from worker import Prompt, resident_bytes, serve
 
 from cygnet.base.config import Config, EngineSettings, KVSettings, ModelSettings
+from cygnet.base.ids import RequestId
 from cygnet.base.messages import AddRequest
 from cygnet.base.sampling import SamplingParams
 from cygnet.engine.runtime.local import LocalEngine
@@ -57,6 +58,19 @@ class Cygnet:
     def warm(self, prompts: list[Prompt]) -> None:
         self._send(prompts, 1)
         drain(self._engine)
+
+    def held(self, prompt: Prompt) -> dict[str, Any]:
+        """Bytes of KV that a running sequence of this prompt holds."""
+        (request_id,) = self._send([prompt], 64)
+        while not self._engine.step():
+            pass
+        kv = self._engine.core.kv
+        request = self._engine.core.running[RequestId(request_id)].kv
+        full, swa = len(request.full_blocks), len(request.swa_blocks) - request.live_from
+        size = kv.block_size
+        held = full * kv.geometry.full.block_bytes(size) + swa * kv.geometry.swa.block_bytes(size)
+        self._engine.abort([request_id])
+        return {"bytes": held, "blocks": [full, swa]}
 
     def facts(self) -> dict[str, Any]:
         kv, model = self._engine.core.kv, self._ready

@@ -6,6 +6,7 @@ Standard library only: each engine lives in an environment of its own.
     {"op": "decode", "prompts": [[ids]...], "steps": n}      seconds per step once every prompt is in
     {"op": "first_token", "prompts": [[ids]...], "steps": n} seconds until all prompts, sent at once, have n tokens
     {"op": "warm", "prompts": [[ids]...]}                    make the prompts' KV cached; nothing is timed
+    {"op": "held", "prompt": [ids]}                          {"bytes": KV that a running sequence of it holds}
     {"op": "facts"}                                          versions, memory, what KV weighs
 
 Every answer is {"seconds": ...} or a dict of facts, or {"error": text}.
