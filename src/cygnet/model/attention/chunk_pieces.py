@@ -8,8 +8,19 @@ from cygnet.model.batch import ForwardBatch, GroupBatch
 from cygnet.model.cpu.chunk_layout import FIELDS, PANELS, ROWS
 from cygnet.model.description import AttentionSpec
 
-PIECES_PER_THREAD = 8
-"""Pieces that a step is cut into, per thread and about, so that no thread is left with much more than the others."""
+PIECE_COST = 0.12
+"""What a piece costs beside its panels, as a part of a panel's cost."""
+
+
+def panels_per_piece(num_panels: Sequence[int], threads: int) -> int:
+    """How many panels the pieces should have, so that the slowest thread is done soonest; chunks have `num_panels`."""
+
+    def longest(size: int) -> float:
+        whole, rest = sum(n // size for n in num_panels), [n % size for n in num_panels if n % size]
+        cost = whole * (size + PIECE_COST) + sum(rest) + PIECE_COST * len(rest)
+        return max(-(-whole // threads) * (size + PIECE_COST), cost / threads)
+
+    return min(range(1, PANELS + 1), key=longest)
 
 
 def plan_pieces(
@@ -20,8 +31,8 @@ def plan_pieces(
     Also their cost: rows times keys.
     """
     counts = [batch.query_start[r + 1] - batch.query_start[r] for r in requests]
-    num_panels = sum(-(-n * spec.group_size // ROWS) for n in counts) * spec.num_kv_heads
-    per_piece = ROWS * min(PANELS, max(1, num_panels // (PIECES_PER_THREAD * threads)))
+    num_panels = [-(-n * spec.group_size // ROWS) for n in counts] * spec.num_kv_heads
+    per_piece = ROWS * panels_per_piece(num_panels, threads)
     table = group.block_table
     address, row_bytes = table.data_ptr(), table.stride(0) * table.itemsize
     parts, costs = [np.empty((0, FIELDS), dtype=np.int64)], [np.empty(0, dtype=np.int64)]

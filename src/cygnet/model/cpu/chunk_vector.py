@@ -33,9 +33,12 @@ _VECTORS = ROWS // BLOCK
 _F32 = types.CPointer(types.float32)
 _ADDRESSES = types.CPointer(types.int64)
 
-# 2 ** r = 1 + r * polynomial(r) for |r| <= 1/2, fitted for the least relative error: 3e-6 and 2e-9.
-_POWER_SHORT = (6.9312419339e-01, 2.4024098613e-01, 5.5906424742e-02, 9.5828529938e-03)
-_POWER = (6.9314720286e-1, 2.4022647914e-1, 5.5503324711e-2, 9.6184373578e-3, 1.3398874422e-3, 1.5353361887e-4)
+# 2 ** r for 0 <= r < 1, fitted for the least relative error: 3e-6 and 2e-9.
+_POWER_SHORT = (1.0000002593, 0.69300383451, 0.24144275670, 0.052011460935, 0.013534167747)
+_POWER = (
+    *(1.0000000019, 0.69314698384, 0.24022983627, 0.055483341987),
+    *(0.0096788409917, 0.0012439687868, 0.00021702255320),
+)
 
 
 class Emitter:
@@ -45,9 +48,10 @@ class Emitter:
         self.builder = builder
         self.bf16 = pointer.dtype == types.uint16
         # As numba compiles for it: its own settings may ask for less than the machine has.
-        self.pair_products = self.bf16 and "+avx512bf16" in context.codegen().magic_tuple()[2]
-        wide = "+avx512f" in context.codegen().magic_tuple()[2]
-        self.keys_at_once = KEYS if wide else 2
+        features = context.codegen().magic_tuple()[2].split(",")
+        self.wide = "+avx512f" in features and "+avx512dq" in features
+        self.pairs = self.bf16 and "+avx512bf16" in features
+        self.keys_at_once = KEYS if self.wide else 2
         """So that the sums of a panel fit the registers."""
 
     def integer(self, value: int) -> Any:
@@ -88,6 +92,10 @@ class Emitter:
         kind = ir.FunctionType(_FLOATS, [_FLOATS] * len(values))
         return self.builder.call(self.builder.module.declare_intrinsic(f"llvm.{name}.v16f32", (), kind), values)
 
+    def instruction(self, assembly: str, places: str, *values: Any, result: Any = _FLOATS) -> Any:
+        kind = ir.FunctionType(result, [value.type for value in values])
+        return self.builder.call(ir.InlineAsm(kind, assembly, places), values)
+
     def larger(self, a: Any, b: Any) -> Any:
         """The larger of each lane; `b` where `a` or `b` is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
@@ -96,17 +104,15 @@ class Emitter:
         """32 bits per lane as what `add_products` multiplies."""
         if not self.bf16:
             return [self.builder.bitcast(words, _FLOATS)]
-        if self.pair_products:
+        if self.pairs:
             return [words]
         low = self.builder.shl(words, self.words(16))
         high = self.builder.and_(words, self.words(0xFFFF0000))
         return [self.builder.bitcast(low, _FLOATS), self.builder.bitcast(high, _FLOATS)]
 
     def add_products(self, total: Any, a: list[Any], b: list[Any]) -> Any:
-        if self.pair_products:
-            kind = ir.FunctionType(_FLOATS, [_WORDS, _WORDS, _FLOATS])
-            instruction = ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0")
-            return self.builder.call(instruction, [a[0], b[0], total])
+        if self.pairs:
+            return self.instruction("vdpbf16ps $2, $1, $0", "=v,v,v,0", a[0], b[0], total)
         for x, y in zip(a, b, strict=True):
             total = self.call("fma", x, y, total)
         return total
@@ -146,15 +152,20 @@ class Emitter:
         return self.loop(steps, sums, step)
 
     def power_of_two(self, x: Any) -> Any:
-        """2 ** x for x below 128; 0 below -126; NaN stays NaN."""
+        """2 ** x for x below 128; 0 for -infinity; NaN stays NaN."""
         builder, coefficients = self.builder, _POWER_SHORT if self.bf16 else _POWER
-        x = self.larger(self.floats(-127.0), x)
-        nearest = self.call("rint", x)
-        r = builder.fsub(x, nearest)
+        if self.wide:
+            r = self.instruction("vreduceps $$9, $1, $0", "=v,v", x)  # x - floor(x), 0 for infinity
+        else:
+            x = self.larger(self.floats(-127.0), x)
+            whole = self.call("floor", x)
+            r = builder.fsub(x, whole)
         result = self.floats(coefficients[-1])
-        for coefficient in reversed((1.0, *coefficients[:-1])):
+        for coefficient in reversed(coefficients[:-1]):
             result = self.call("fma", result, r, self.floats(coefficient))
-        biased = builder.add(builder.fptosi(nearest, _WORDS), self.words(127))
+        if self.wide:
+            return self.instruction("vscalefps $2, $1, $0", "=v,v,v", result, x)  # result * 2 ** floor(x)
+        biased = builder.add(builder.fptosi(whole, _WORDS), self.words(127))
         return builder.fmul(result, builder.bitcast(builder.shl(biased, self.words(23)), _FLOATS))
 
     def transposed(self, rows: list[Any]) -> list[Any]:
@@ -172,13 +183,15 @@ class Emitter:
 
     def rounded(self, value: Any) -> Any:
         """Floats as 16-bit bf16, to the nearest, ties to even, NaN kept."""
-        builder = self.builder
+        builder, kind = self.builder, ir.VectorType(_HALF, BLOCK)
+        if self.pairs:
+            return self.instruction("vcvtneps2bf16 $1, $0", "=v,v", value, result=kind)
         bits = builder.bitcast(value, _WORDS)
         odd = builder.and_(builder.lshr(bits, self.words(16)), self.words(1))
         nearest = builder.add(bits, builder.add(odd, self.words(0x7FFF)))
         is_nan = builder.fcmp_unordered("uno", value, value)
         upper = builder.lshr(builder.select(is_nan, self.words(0x7FC00000), nearest), self.words(16))
-        return builder.trunc(upper, ir.VectorType(_HALF, BLOCK))
+        return builder.trunc(upper, kind)
 
     def rounded_pair(self, low: Any, high: Any) -> Any:
         """Two vectors of weights as words of two bf16, to the nearest, ties up, NaN kept."""
@@ -295,6 +308,7 @@ def _grown(emit: Emitter, scores: Any, count: Any, state: Any, factor: Any) -> t
         grew = builder.fcmp_ordered(">", now, builder.fadd(before, emit.floats(LAZY)))
         largest.append(builder.select(grew, now, before))
         kept = emit.power_of_two(builder.fsub(before, largest[v]))
+        kept = builder.select(grew, kept, emit.floats(1.0))
         emit.put(largest[v], state, v)
         emit.put(kept, state, 2 * _VECTORS + v)
         emit.put(builder.fmul(emit.vector(state, _VECTORS + v), kept), state, _VECTORS + v)
