@@ -290,7 +290,7 @@ def print_header(names: list[str]) -> None:
     print(
         f"\n{'tok/s, or seconds':<34}"
         + "".join(f"{n:>14}" for n in names)
-        + f"{'limit':>9}{'to best':>9}{'of limit':>10}"
+        + f"{'limit':>11}{'to best':>9}{'of limit':>10}"
     )
 
 
@@ -301,7 +301,7 @@ def print_row(measured: Measured, names: list[str]) -> None:
     ratio, ours = measured.ratio, measured.ours
     of_limit = None if ours is None else (limit / ours if row.less_is_better else ours / limit)
     print(
-        f"{row.name:<34}{figures}{shown(limit, row.unit):>9}"
+        f"{row.name:<34}{figures}{shown(limit, row.unit):>11}"
         + (f"{ratio:>8.2f}x" if ratio is not None else f"{'-':>9}")
         + (f"{of_limit:>9.0%}" if of_limit is not None else ""),
         flush=True,
@@ -357,21 +357,23 @@ def plot(results: list[Measured], path: Path) -> None:
 
     rows = [measured for measured in results if not measured.row.less_is_better]
     names = list(dict.fromkeys(name for measured in rows for name in measured.values))
-    figure, axes = pyplot.subplots(figsize=(9, 0.62 * len(rows) + 1.6), layout="constrained")
-    height = 0.8 / len(names)
-    for index, name in enumerate(names):
-        places = [place - 0.4 + (index + 0.5) * height for place in range(len(rows))]
-        shares = [100 * (m.figure(name) or 0) / median(m.limits) for m in rows]
-        bars = axes.barh(places, shares, height, label=name)
-        axes.bar_label(
-            bars, [shown(m.figure(name), "tok/s") if m.figure(name) else "" for m in rows], padding=2, fontsize=7
-        )
+    colours = {name: f"C{index}" for index, name in enumerate(names)}
+    figure, axes = pyplot.subplots(figsize=(9, 0.55 * len(rows) + 1.6), layout="constrained")
+    for place, measured in enumerate(rows):
+        height = 0.8 / len(measured.values)
+        for index, name in enumerate(measured.values):
+            share = 100 * (measured.figure(name) or 0) / median(measured.limits)
+            where = place - 0.4 + (index + 0.5) * height
+            bar = axes.barh(where, share, height, color=colours[name], label=name)
+            axes.bar_label(bar, [shown(measured.figure(name), "tok/s")], padding=2, fontsize=7)
     axes.set_yticks(range(len(rows)), [m.row.name for m in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 110)
     axes.axvline(100, color="black", linewidth=0.8)
     axes.set_xlabel("% of what memory bandwidth and GEMM rate allow (figures at the bars: tokens per second)")
-    axes.legend(loc="lower right", fontsize=8)
+    handles, labels = axes.get_legend_handles_labels()
+    first = dict(zip(reversed(labels), reversed(handles), strict=True))
+    figure.legend([first[name] for name in names], names, loc="outside upper center", ncols=len(names), fontsize=8)
     figure.savefig(path, dpi=130)
 
 
