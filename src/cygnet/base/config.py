@@ -39,14 +39,14 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pack_tied_head: Annotated[
         bool,
         Meta(
-            description="on CPUs keep a second, packed copy of an LM head tied to the embedding (with int8 weights, of "
-            "all matrices): more memory, faster"
+            description="on CPUs keep copies of an LM head tied to the embedding, packed and in bytes (with int8 "
+            "weights, packed copies of all matrices): more memory, faster"
         ),
     ] = True
     weight_cache: Annotated[
         str,
         Meta(
-            description="disk for weights that were dequantised or rounded, which later starts map: a size such as "
+            description="disk for weights that were dequantised, which later starts map: a size such as "
             "50GiB; off; auto: a tenth of the free disk, 20GiB at most"
         ),
     ] = "auto"
