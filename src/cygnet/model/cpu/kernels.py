@@ -89,6 +89,7 @@ def prepare(dtype: torch.dtype, progress: Callable[[int, int], None] = lambda do
         if hasattr(importlib.import_module(f"cygnet.model.cpu.{module}"), f"{name}_{SUFFIX[dtype]}"):
             _compiled(name, dtype)
     _compiled("program", torch.float32)
+    progress(len(_KERNELS), len(_KERNELS))
 
 
 Call = tuple[int, np.ndarray, int]

@@ -15,6 +15,7 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES = 16
@@ -33,9 +34,10 @@ Dot = Callable[[Any, Any, Any, Any], Any]
 """(builder, sums, pairs of weights, pairs of activations) -> sums"""
 
 
-def _host_has(feature: str) -> bool:
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("avx512f") and features.get(feature))
+def _has(feature: str) -> bool:
+    """Whether numba compiles for a CPU with it: its settings may ask for less than the machine has."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return "+avx512f" in features and f"+{feature}" in features
 
 
 def _instruction(text: str, kind: ir.VectorType) -> Dot:
@@ -80,8 +82,8 @@ def dot_i16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
     return sums
 
 
-dot_bf16: Dot = _instruction("vdpbf16ps", _FLOATS) if _host_has("avx512bf16") else dot_bf16_plain
-dot_i16: Dot = _instruction("vpdpwssd", _WORDS) if _host_has("avx512vnni") else dot_i16_plain
+dot_bf16: Dot = _instruction("vdpbf16ps", _FLOATS) if _has("avx512bf16") else dot_bf16_plain
+dot_i16: Dot = _instruction("vpdpwssd", _WORDS) if _has("avx512vnni") else dot_i16_plain
 
 
 def counted_loop(builder: Any, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> Any:
