@@ -1,6 +1,6 @@
 """How the engine's cost grows with the context and with the batch, beside the law it should follow.
 
-    python benchmarks/engine_growth.py [--quick] [--threads N] [--json FILE] [--plot FILE.png]
+    python benchmarks/engine_growth.py [--quick] [--rounds N] [--threads N] [--json FILE] [--plot FILE.png]
 
 Three curves, Gemma 3 270M with the compiled kernels, steps as the model runner does them:
 
@@ -103,6 +103,7 @@ def plot(curves: list[Curve], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Cost against context and batch, beside the expected law.")
     parser.add_argument("--quick", action="store_true", help="contexts up to 4K, batches up to 16, one round")
+    parser.add_argument("--rounds", type=int, default=0, help="three unless given (with --quick one)")
     parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves here (.png, .svg)")
@@ -110,7 +111,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     contexts = list(CONTEXTS[:3] if options.quick else CONTEXTS)
     batches = list(BATCHES[:5] if options.quick else BATCHES)
-    rounds = 1 if options.quick else 3
+    rounds = options.rounds or (1 if options.quick else 3)
     points = [Point("", 8, contexts[-1]), Point("", batches[-1], 512)]
     subject = Subject("numba", points, perf_counter)
     limits = Limits.measure()
