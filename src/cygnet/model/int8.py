@@ -6,21 +6,17 @@ more rows          a packed copy of the rounded weights in the model's dtype, if
                    slice by slice
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cygnet.model.cpu.kernels import SUFFIX, Kernel, numba_works
+from cygnet.model.cpu.kernels import SUFFIX, kernel, numba_works
+from cygnet.model.cpu.panel_layout import PANEL, ROWS, panels_per_piece
 from cygnet.model.cpu.team import num_threads
-from cygnet.model.packed import PackedWeight, can_pack, panels_per_piece, scratch
+from cygnet.model.packed import PackedWeight, can_pack, scratch
 
 FEW = 32
 """Rows up to which the compiled kernel is faster than a packed product in bf16."""
-PANEL = 64
-"""Outputs of a panel; see `model/cpu/vector.py`."""
-_ROWS = 4
 _SLICE = 1 << 20
 """Weights rounded or widened at a time, in torch."""
 _TINY = 1e-20
@@ -48,7 +44,7 @@ class BytePanels:
 
     def scratch(self, rows: int, threads: int) -> tuple[int, int]:
         """Address of scratch memory for the kernels that multiply `rows` rows, and how many bytes each thread has."""
-        each = (2 * 4 * _ROWS * PANEL + 2 * 4 * rows + 2 * rows * self.padded + 63) // 64 * 64
+        each = (2 * 4 * ROWS * PANEL + 2 * 4 * rows + 2 * rows * self.padded + 63) // 64 * 64
         return scratch(each * threads).data_ptr(), each
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,9 +145,3 @@ class Int8Weight:
 def compiled(dtype: torch.dtype) -> bool:
     """Whether there are kernels for activations of this type."""
     return dtype in SUFFIX and numba_works()
-
-
-@lru_cache
-def kernel(name: str, dtype: torch.dtype) -> Kernel:
-    """A kernel, loaded once."""
-    return Kernel(name, dtype)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cygnet.model.cpu.kernels import Kernel, numba_works
+from cygnet.model.cpu.kernels import kernel, numba_works
+from cygnet.model.cpu.panel_layout import PANEL, ROWS, panels_per_piece
 from cygnet.model.cpu.team import num_threads
 
 _ROWS_HINT = 512
@@ -24,11 +25,6 @@ _MIN_ROWS = 4
 independent, so what is in those added does not matter."""
 _FEW = 32
 """Rows up to which our kernel is faster than oneDNN's."""
-_PANEL, _ROWS = 64, 4
-_PIECES = 4
-"""Pieces of work per thread, at least where there are so many panels."""
-_LONGEST = 16
-"""Panels of a piece."""
 
 
 class PackedWeight:
@@ -60,10 +56,10 @@ class PackedWeight:
         if not self.panels or not 0 < rows <= _FEW:
             return None
         x, (out, size), threads = x.contiguous(), self.shape, num_threads()
-        per_piece = panels_per_piece(out // _PANEL, threads)
-        pieces = -(-(out // _PANEL) // per_piece)
+        per_piece = panels_per_piece(out // PANEL, threads)
+        pieces = -(-(out // PANEL) // per_piece)
         found = torch.empty(rows, pieces, 2, dtype=torch.int64)
-        _kernel("best_of_panels")(
+        kernel("best_of_panels", torch.bfloat16)(
             threads,
             x.data_ptr(),
             self.panels,
@@ -72,7 +68,7 @@ class PackedWeight:
             out,
             size,
             per_piece,
-            scratch(threads * (_ROWS + 1) * _PANEL * 4).data_ptr(),
+            scratch(threads * (ROWS + 1) * PANEL * 4).data_ptr(),
         )
         return first_of_largest(found)
 
@@ -80,7 +76,7 @@ class PackedWeight:
         (rows, size), out, threads = x.shape, self.shape[0], num_threads()
         y = x.new_empty(rows, out)
         wide_bias = None if bias is None else bias.float()
-        _kernel("multiply_packed")(
+        kernel("multiply_packed", torch.bfloat16)(
             threads,
             x.data_ptr(),
             self.panels,
@@ -89,8 +85,8 @@ class PackedWeight:
             rows,
             out,
             size,
-            panels_per_piece(out // _PANEL, threads),
-            scratch(threads * _ROWS * _PANEL * 4).data_ptr(),
+            panels_per_piece(out // PANEL, threads),
+            scratch(threads * ROWS * PANEL * 4).data_ptr(),
         )
         return y
 
@@ -120,15 +116,10 @@ def first_of_largest(found: Tensor) -> Tensor:
     return places.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-def panels_per_piece(panels: int, threads: int) -> int:
-    """How many panels a thread takes at a time: with few, all threads have work; in a run, the next one is fetched."""
-    return max(1, min(panels // (_PIECES * threads), _LONGEST))
-
-
 def _panels_of(packed: Tensor, weight: Tensor) -> int:
     """Where the panels of `packed` begin, if its memory holds `weight` in panels and a kernel can read them; else 0."""
     out, size = weight.shape
-    if weight.dtype != torch.bfloat16 or out % _PANEL or size % 2 or not numba_works():
+    if weight.dtype != torch.bfloat16 or out % PANEL or size % 2 or not numba_works():
         return 0
     try:
         if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
@@ -136,19 +127,14 @@ def _panels_of(packed: Tensor, weight: Tensor) -> int:
         address: int = torch.ops.mkldnn.data_ptr(packed)
     except (RuntimeError, AttributeError, TypeError):
         return 0
-    panel_bytes = _PANEL * size * weight.itemsize
-    for panel in {0, out // _PANEL // 2, out // _PANEL - 1}:
+    panel_bytes = PANEL * size * weight.itemsize
+    for panel in {0, out // PANEL // 2, out // PANEL - 1}:
         raw = ctypes.string_at(address + panel * panel_bytes, panel_bytes)
-        found = torch.frombuffer(bytearray(raw), dtype=weight.dtype).view(size // 2, _PANEL, 2)
-        want = weight[panel * _PANEL : (panel + 1) * _PANEL].view(_PANEL, size // 2, 2).transpose(0, 1)
+        found = torch.frombuffer(bytearray(raw), dtype=weight.dtype).view(size // 2, PANEL, 2)
+        want = weight[panel * PANEL : (panel + 1) * PANEL].view(PANEL, size // 2, 2).transpose(0, 1)
         if not torch.equal(found.view(torch.int16), want.contiguous().view(torch.int16)):
             return 0
     return address
-
-
-@lru_cache
-def _kernel(name: str) -> Kernel:
-    return Kernel(name, torch.bfloat16)
 
 
 _SCRATCH = [torch.empty(0, dtype=torch.uint8)]

@@ -7,9 +7,11 @@ outputs that may be the likeliest within it, some ten of text, are worked out fr
 import torch
 from torch import Tensor
 
+from cygnet.model.cpu.kernels import kernel
+from cygnet.model.cpu.panel_layout import panels_per_piece
 from cygnet.model.cpu.team import num_threads
-from cygnet.model.int8 import BytePanels, kernel
-from cygnet.model.packed import PackedWeight, first_of_largest, panels_per_piece
+from cygnet.model.int8 import BytePanels
+from cygnet.model.packed import PackedWeight, first_of_largest
 
 _PART = 64
 """Panels looked through at a time."""

@@ -16,7 +16,7 @@ from cygnet.model.attention.step_plan import StepPlan
 from cygnet.model.attention.torch_cpu import TorchBackend
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.cpu.chunk_layout import scratch_floats
-from cygnet.model.cpu.kernels import SUFFIX, Kernel, numba_works
+from cygnet.model.cpu.kernels import SUFFIX, kernel, numba_works
 from cygnet.model.cpu.team import num_threads
 from cygnet.model.description import AttentionSpec
 
@@ -79,7 +79,6 @@ class NumbaBackend:
         if not numba_works():
             raise ConfigError("attention backend 'numba' needs numba: pip install 'cygnet[cpu]', or use 'torch'")
         self._torch = TorchBackend()
-        self._kernels: dict[tuple[str, torch.dtype], Kernel] = {}
         self._scratch = torch.empty(0)
 
     def plan(self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch) -> NumbaPlan | StepPlan:
@@ -140,7 +139,7 @@ class NumbaBackend:
     def _write(self, key: Tensor, value: Tensor, plan: NumbaPlan, layer_kv: LayerKV) -> None:
         """The KV of all tokens, before any thread reads it."""
         rows, key_size, value_size = key.shape[0], key[0].numel(), value[0].numel()
-        self._kernel("write", key.dtype)(
+        kernel("write", key.dtype)(
             1 if rows * (key_size + value_size) <= ALONE else num_threads(),
             key.data_ptr(),
             value.data_ptr(),
@@ -163,7 +162,7 @@ class NumbaBackend:
         layer_kv: LayerKV,
         out: Tensor,
     ) -> None:
-        self._kernel("chunks", query.dtype)(
+        kernel("chunks", query.dtype)(
             plan.chunk_threads,
             layer_kv.key.data_ptr(),
             layer_kv.value.data_ptr(),
@@ -194,7 +193,7 @@ class NumbaBackend:
         layer_kv: LayerKV,
         out: Tensor,
     ) -> None:
-        self._kernel("decode", query.dtype)(
+        kernel("decode", query.dtype)(
             plan.threads,
             layer_kv.key.data_ptr(),
             layer_kv.value.data_ptr(),
@@ -217,12 +216,6 @@ class NumbaBackend:
             spec.scale,
             value.stride(0),
         )
-
-    def _kernel(self, name: str, dtype: torch.dtype) -> Kernel:
-        kernel = self._kernels.get((name, dtype))
-        if kernel is None:
-            kernel = self._kernels[name, dtype] = Kernel(name, dtype)
-        return kernel
 
     def _decodes(
         self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch, requests: list[int], *, write: bool

@@ -8,7 +8,7 @@ import numpy as np
 
 from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i16_at, i32_at, i64_at, jit, load, order, shift, store, take
 from cygnet.model.cpu.linear_kernels import LINE, panel_in_segments, panel_of_bf16, round_rows
-from cygnet.model.cpu.vector import PANEL, ROWS
+from cygnet.model.cpu.panel_layout import PANEL, ROWS
 
 ZERO = np.float32(0.0)
 HALF = np.float32(0.5)

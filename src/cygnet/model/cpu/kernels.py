@@ -107,6 +107,12 @@ def recording() -> Iterator[list[Call]]:
         _CALLS.pop()
 
 
+@lru_cache
+def kernel(name: str, dtype: torch.dtype) -> "Kernel":
+    """The kernel of that name, made once: as everywhere here, one call at a time."""
+    return Kernel(name, dtype)
+
+
 class Kernel:
     """One kernel with room for the arguments of one call at a time."""
 

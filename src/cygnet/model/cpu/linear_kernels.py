@@ -6,10 +6,10 @@ Rows of activations go through in groups of four; a panel stays in the cache for
 import numpy as np
 
 from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i16_at, i32_at, jit, load, shift, store, take
-from cygnet.model.cpu.vector import PANEL, ROWS, bf16_panel, i8_panel
+from cygnet.model.cpu.panel_layout import PANEL, ROWS
+from cygnet.model.cpu.vector import bf16_panel, i8_panel
 
 ZERO = np.float32(0.0)
-ONE = np.float32(1.0)
 LIMIT = np.float32(127.0)
 TINY = np.float32(1e-20)
 LINE = 64

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cygnet.model.cpu.glue_kernels import GELU_TANH, SILU
-from cygnet.model.cpu.kernels import SUFFIX, Kernel
+from cygnet.model.cpu.kernels import SUFFIX, kernel
 from cygnet.model.cpu.team import num_threads
 from cygnet.model.description import AttentionSpec, MoeSpec
 from cygnet.model.kernels import MoeParameters
@@ -30,7 +30,6 @@ class NumbaOps:
 
     def __init__(self) -> None:
         self._torch = TorchOps()
-        self._kernels: dict[tuple[str, torch.dtype], Kernel] = {}
 
     def rope_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype in SUFFIX else dtype
@@ -44,7 +43,7 @@ class NumbaOps:
         residual = residual.contiguous()
         normed = torch.empty_like(residual)
         branch = None if branch is None else branch.contiguous()
-        self._kernel("join", residual.dtype)(
+        kernel("join", residual.dtype)(
             _threads(rows * size),
             residual.data_ptr(),
             0 if branch is None else branch.data_ptr(),
@@ -69,7 +68,7 @@ class NumbaOps:
         cos, sin = rope
         query = qkv.new_empty(rows, spec.num_heads, spec.key_dim)
         key = qkv.new_empty(rows, spec.num_kv_heads, spec.key_dim)
-        self._kernel("heads", qkv.dtype)(
+        kernel("heads", qkv.dtype)(
             _threads(rows * size),
             qkv.data_ptr(),
             query.data_ptr(),
@@ -93,7 +92,7 @@ class NumbaOps:
         x = x.contiguous()
         rows, size = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, size)
-        self._kernel("gated", x.dtype)(
+        kernel("gated", x.dtype)(
             _threads(rows * size),
             x.data_ptr(),
             out.data_ptr(),
@@ -119,14 +118,8 @@ class NumbaOps:
         rows, size = x.shape
         parts = -(-size // PIECE)
         found = torch.empty(rows, parts, 2, dtype=torch.int64)
-        self._kernel("best", x.dtype)(_threads(rows * size), x.data_ptr(), found.data_ptr(), rows, size, parts, PIECE)
+        kernel("best", x.dtype)(_threads(rows * size), x.data_ptr(), found.data_ptr(), rows, size, parts, PIECE)
         return first_of_largest(found)
-
-    def _kernel(self, name: str, dtype: torch.dtype) -> Kernel:
-        kernel = self._kernels.get((name, dtype))
-        if kernel is None:
-            kernel = self._kernels[name, dtype] = Kernel(name, dtype)
-        return kernel
 
 
 def _threads(elements: int) -> int:

@@ -18,11 +18,9 @@ from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from cygnet.model.cpu.panel_layout import PANEL
+
 LANES = 16
-PANEL = 64
-"""Outputs of a panel."""
-ROWS = 4
-"""Rows of activations multiplied at once: 16 sums of 16 lanes fit the registers."""
 
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _WORDS, _FLOATS = ir.VectorType(_WORD, LANES), ir.VectorType(_FLOAT, LANES)
