@@ -6,8 +6,8 @@ may win               its upper end is above the largest lower end of all output
 
 import numpy as np
 
-from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i16_at, i32_at, i64_at, jit, load, order, shift, store, take
-from cygnet.model.cpu.linear_kernels import LINE, panel_in_segments, panel_of_bf16, round_rows
+from cygnet.model.cpu.jit import bf16_at, f32_at, i32_at, i64_at, jit, load, order, shift, store, take
+from cygnet.model.cpu.linear_kernels import LINE, panel_of_bf16, with_i8_panels
 from cygnet.model.cpu.panel_layout import PANEL, ROWS
 
 ZERO = np.float32(0.0)
@@ -90,56 +90,30 @@ def keep_best(sums, cells, first, result):
 
 
 @jit
-def screen(p, x):
-    """Logits from bytes, each with how far it may be off, and the largest ends of every panel.
+def bound(p, upper, row, panel, totals, scales):
+    """Logits from bytes, each with how far it may be off, and the largest ends of the panel.
 
-    p[2] `x` T [rows, in]; p[3] int8 panels; p[4] scale fp32 [out]; p[5] `upper` fp32 [rows, out], upper ends; p[6]
-    `ends` fp32 [2, rows, panels], the largest lower and upper ends; p[7] rows, p[8] out, p[9] in,
-    p[10] padded; p[11] panels per piece; p[12] scratch, p[13] bytes of it per thread, as for `multiply_i8`; p[14]
-    largest sum of an output's bytes' sizes.
+    p[4] scale fp32 [out]; `upper` fp32 [rows, out], upper ends; p[6] `ends` fp32 [2, rows, panels], the largest lower
+    and upper ends; p[14] largest sum of an output's bytes' sizes.
     """
-    rows, outs, size, padded, per_piece = p[7], p[8], p[9], p[10], p[11]
-    mine = p[12] + p[13] * take(p, 1)
-    sums, totals, scales = i32_at(mine), f32_at(mine + 4 * ROWS * PANEL), f32_at(mine + 8 * ROWS * PANEL)
-    rounded = mine + 8 * ROWS * PANEL + 8 * rows
-    round_rows(x, rows, size, padded, i16_at(rounded), scales)
-    pairs, panels = padded // 2, (outs + PANEL - 1) // PANEL
-    scale, ends = f32_at(p[4]), f32_at(p[6])
-    while True:
-        start = take(p, 0) * per_piece
-        if start >= panels:
-            break
-        end = min(start + per_piece, panels)
-        for panel in range(start, end):
-            ahead = PANEL * padded if panel + 1 < end else 0
-            weight, first = i8_at(p[3] + PANEL * padded * panel), panel * PANEL
-            width = min(PANEL, outs - first)
-            for row in range(0, rows, ROWS):
-                count = min(ROWS, rows - row)
-                panel_in_segments(
-                    i32_at(rounded + 2 * padded * row),
-                    pairs,
-                    weight,
-                    pairs,
-                    count,
-                    sums,
-                    totals,
-                    ahead + row // ROWS % 2 * LINE,
-                )
-                for r in range(count):
-                    upper, done = shift(f32_at(p[5]), (row + r) * outs + first), shift(totals, r * PANEL)
-                    row_scale = load(scales, row + r)
-                    # Half a step of every weight, times x; half a step of every x, times the rounded weights.
-                    off = ROOM * HALF * (load(scales, rows + row + r) + row_scale * np.float32(p[14]))
-                    lowest, highest = LOWEST, LOWEST
-                    for j in range(width):
-                        value, error = load(done, j) * row_scale, off * load(scale, first + j)
-                        value *= load(scale, first + j)
-                        store(upper, j, value + error)
-                        lowest, highest = max(lowest, value - error), max(highest, value + error)
-                    store(ends, (row + r) * panels + panel, lowest)
-                    # A NaN must not be passed over: it makes the scale a NaN, and so all ends of its row.
-                    store(ends, (rows + row + r) * panels + panel, highest + row_scale * ZERO)
+    rows, outs, first = p[7], p[8], panel * PANEL
+    panels, width = (outs + PANEL - 1) // PANEL, min(PANEL, outs - first)
+    out, scale, ends = shift(upper, row * outs + first), f32_at(p[4]), f32_at(p[6])
+    row_scale = load(scales, row)
+    # Half a step of every weight, times x; half a step of every x, times the rounded weights.
+    off = ROOM * HALF * (load(scales, rows + row) + row_scale * np.float32(p[14]))
+    lowest, highest = LOWEST, LOWEST
+    for j in range(width):
+        value, error = load(totals, j) * row_scale, off * load(scale, first + j)
+        value *= load(scale, first + j)
+        store(out, j, value + error)
+        lowest, highest = max(lowest, value - error), max(highest, value + error)
+    store(ends, row * panels + panel, lowest)
+    # A NaN must not be passed over: it makes the scale a NaN, and so all ends of its row.
+    store(ends, (rows + row) * panels + panel, highest + row_scale * ZERO)
+
+
+screen = with_i8_panels(bound)
 
 
 @jit
@@ -204,11 +178,11 @@ def best_of_panels_bf16(p):
 
 
 def screen_bf16(p):
-    screen(p, bf16_at(p[2]))
+    screen(p, bf16_at(p[2]), f32_at(p[5]))
 
 
 def screen_f32(p):
-    screen(p, f32_at(p[2]))
+    screen(p, f32_at(p[2]), f32_at(p[5]))
 
 
 def settle_bf16(p):

@@ -123,52 +123,57 @@ def panel_in_segments(x, stride, weight, pairs, rows, sums, totals, ahead):
             store(totals, j, value if first == 0 else load(totals, j) + value)
 
 
-@jit
-def multiply_i8(p, x, y):
-    """y = x W^T * scale + bias.
+def with_i8_panels(finish):
+    """A kernel `(p, x, out)` that multiplies with panels of bytes, and gives each row's panel to `finish`.
 
-    p[2] `x` T [rows, in]; p[3] `weight` int8 panels of `padded` inputs; p[4] scale fp32 [out]; p[5] bias fp32 [out] or
-    0; p[6] `y` T [rows, out]; p[7] rows, p[8] out, p[9] in, p[10] padded; p[11] panels per piece; p[12] scratch, p[13]
-    bytes of it per thread: [sums | totals | scales, sums of rows | rows of int16].
+    p[2] `x` T [rows, in]; p[3] `weight` int8 panels of `padded` inputs; p[7] rows, p[8] out, p[9] in, p[10] padded;
+    p[11] panels per piece; p[12] scratch, p[13] bytes of it per thread: [sums | totals | scales, sums of rows | rows of
+    int16]. The rest is for `finish(p, out, row, panel, totals, scales)`: `totals` fp32 [PANEL] is the row times the
+    panel, both as rounded; `scales` as `round_rows` fills them.
     """
-    rows, outs, size, padded, per_piece = p[7], p[8], p[9], p[10], p[11]
-    mine = p[12] + p[13] * take(p, 1)
-    sums, totals, scales = i32_at(mine), f32_at(mine + 4 * ROWS * PANEL), f32_at(mine + 8 * ROWS * PANEL)
-    rounded = mine + 8 * ROWS * PANEL + 8 * rows
-    round_rows(x, rows, size, padded, i16_at(rounded), scales)
-    pairs, panels = padded // 2, (outs + PANEL - 1) // PANEL
+
+    @jit
+    def kernel(p, x, out):
+        rows, outs, size, padded, per_piece = p[7], p[8], p[9], p[10], p[11]
+        mine = p[12] + p[13] * take(p, 1)
+        sums, totals, scales = i32_at(mine), f32_at(mine + 4 * ROWS * PANEL), f32_at(mine + 8 * ROWS * PANEL)
+        rounded = mine + 8 * ROWS * PANEL + 8 * rows
+        round_rows(x, rows, size, padded, i16_at(rounded), scales)
+        pairs, panels = padded // 2, (outs + PANEL - 1) // PANEL
+        while True:
+            start = take(p, 0) * per_piece
+            if start >= panels:
+                break
+            end = min(start + per_piece, panels)
+            for panel in range(start, end):
+                ahead = PANEL * padded if panel + 1 < end else 0
+                weight = i8_at(p[3] + PANEL * padded * panel)
+                for row in range(0, rows, ROWS):
+                    count, line = min(ROWS, rows - row), row // ROWS % 2 * LINE
+                    some = i32_at(rounded + 2 * padded * row)
+                    panel_in_segments(some, pairs, weight, pairs, count, sums, totals, ahead + line)
+                    for r in range(count):
+                        finish(p, out, row + r, panel, shift(totals, r * PANEL), scales)
+
+    return kernel
+
+
+@jit
+def scale_and_add(p, y, row, panel, totals, scales):
+    """y = totals * scale + bias: p[4] scale fp32 [out]; p[5] bias fp32 [out] or 0; `y` T [rows, out]."""
+    outs, first = p[8], panel * PANEL
+    width, out, row_scale = min(PANEL, outs - first), shift(y, row * outs + first), load(scales, row)
     scale, bias = f32_at(p[4]), f32_at(p[5])
-    while True:
-        start = take(p, 0) * per_piece
-        if start >= panels:
-            break
-        end = min(start + per_piece, panels)
-        for panel in range(start, end):
-            ahead = PANEL * padded if panel + 1 < end else 0
-            weight, first = i8_at(p[3] + PANEL * padded * panel), panel * PANEL
-            width = min(PANEL, outs - first)
-            for row in range(0, rows, ROWS):
-                count = min(ROWS, rows - row)
-                panel_in_segments(
-                    i32_at(rounded + 2 * padded * row),
-                    pairs,
-                    weight,
-                    pairs,
-                    count,
-                    sums,
-                    totals,
-                    ahead + row // ROWS % 2 * LINE,
-                )
-                for r in range(count):
-                    out, done = shift(y, (row + r) * outs + first), shift(totals, r * PANEL)
-                    row_scale = load(scales, row + r)
-                    if p[5] == 0:
-                        for j in range(width):
-                            store(out, j, load(done, j) * (row_scale * load(scale, first + j)))
-                    else:
-                        for j in range(width):
-                            value = load(done, j) * (row_scale * load(scale, first + j))
-                            store(out, j, value + load(bias, first + j))
+    if p[5] == 0:
+        for j in range(width):
+            store(out, j, load(totals, j) * (row_scale * load(scale, first + j)))
+    else:
+        for j in range(width):
+            value = load(totals, j) * (row_scale * load(scale, first + j))
+            store(out, j, value + load(bias, first + j))
+
+
+multiply_i8 = with_i8_panels(scale_and_add)
 
 
 @jit
