@@ -10,6 +10,7 @@ from cygnet.base.ids import BlockId, RequestId
 from cygnet.base.messages import PositionLogprobs
 from cygnet.base.sampling import SamplingParams
 from cygnet.engine.request import Request
+from cygnet.kv.transfers import NO_TRANSFERS, StepTransfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class StepPlan:
     freed_full: tuple[BlockId, ...] = ()
     """Blocks to poison before the pass (only when poisoning is on)."""
     freed_swa: tuple[BlockId, ...] = ()
+    transfers: StepTransfers = NO_TRANSFERS
+    """Copies between device and host that go with the pass. A plan may have these and no requests."""
 
     @property
     def num_tokens(self) -> int:
