@@ -2,7 +2,7 @@
 
     device (L1)  ◄── StepTransfers: within a step ──►  host (L2)  ◄── StoreCommands: in their own time ──►  store (L3)
 
-Copies between device and host belong to a step and are done when its result is there, so nothing can be freed, cancelled
+Copies between device and host belong to a step and are done when its result is there, so nothing can be freed, aborted
 or evicted under them. What the store does takes as long as it takes; its results come back between two steps, and until
 then the host blocks concerned stay allocated to the command.
 
