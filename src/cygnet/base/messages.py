@@ -72,6 +72,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     error_type: str | None = None
     """Class of `base.errors` that the engine raised, when `error` is set."""
+    num_host_tokens: int = 0
+    """Those of `num_cached_tokens` that were loaded from host memory."""
+    num_store_tokens: int = 0
+    """Those that were fetched from the store for this sequence."""
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):

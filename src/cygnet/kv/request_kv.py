@@ -36,6 +36,10 @@ class RequestKV:
     key_floor: int = 0
     exact_from: int = 0
     num_computed: int = 0
+    num_saved: int = 0
+    """Nodes that the host tier has been told of."""
+    fetched: tuple[int, int] = (0, 0)
+    """Blocks that came from the store while the request waited: first, and end."""
     checkpoints: set[int] = field(default_factory=set)
     """Boundaries (blocks) at which to retain a window when computing gets there."""
 
@@ -43,7 +47,7 @@ class RequestKV:
         """Back to the state before admission. The keys stay: they name the tokens, whatever becomes of the blocks."""
         self.nodes, self.full_blocks, self.swa_blocks = [], [], []
         self.private_full, self.private_swa, self.checkpoints = set(), set(), set()
-        self.live_from = self.swa_published = self.num_hit_blocks = 0
+        self.live_from = self.swa_published = self.num_hit_blocks = self.num_saved = 0
         self.key_floor = self.exact_from = self.num_computed = 0
 
     def owned_full(self) -> list[BlockId]:

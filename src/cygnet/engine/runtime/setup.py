@@ -18,7 +18,8 @@ from cygnet.engine.runtime.graph_setup import capture_graphs, choose_graphs, def
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.runtime.model_runner import Forward, ModelRunner
 from cygnet.engine.scheduler import SchedulerPolicy
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes, plan_pools
 from cygnet.model.cache_dir import default_cache_dir, weights_folder
