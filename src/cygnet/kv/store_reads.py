@@ -35,8 +35,9 @@ class _Wish:
     """Blocks that the host tier had when the store was asked."""
     lookup: int | None = None
     """Ticket of the lookup that is not answered yet."""
-    fetches: set[int] = field(default_factory=set)
-    """Tickets of fetches that are not answered yet."""
+    fetches: dict[int, Sequence[bool] | None] = field(default_factory=dict)
+    """Fetches on their way, by ticket and in the order in which the host tier can take them. One that is answered
+    before its turn waits with what is good of it."""
     pin: Pin | None = None
     """What the fetches go on from, in the host tier."""
     done: bool = False
@@ -166,7 +167,11 @@ class StoreReads:
         if wish.done:
             return []
         self.found_objects_total += result.num_full + sum(result.swa)
-        have = self._host.tree.longest_cached(wish.kv.keys, self._limit(wish))
+        keys, limit = wish.kv.keys, self._limit(wish)
+        have = self._host.tree.longest_cached(keys, limit)
+        if have < limit and (ticket := self._coming.get(keys[have])) is not None:  # asked for since
+            self._behind.setdefault(ticket, []).append(wish)
+            return []
         if have >= wish.first:  # else what was asked for does not go on from what is left
             self._set_pin(wish, have)
             self._fetch(wish, result, have, now_ns)
@@ -232,7 +237,7 @@ class StoreReads:
             return False
         ticket, keys = self._outbox.new_ticket(), wish.kv.keys
         self._pieces[ticket] = _Piece(wish, group, indices, tuple(blocks), boundary)
-        wish.fetches.add(ticket)
+        wish.fetches[ticket] = None
         if group is Group.FULL:
             self._coming.update((keys[index], ticket) for index in indices)
         chosen = object_keys(self._namespace, group, [keys[index] for index in indices])
@@ -242,21 +247,26 @@ class StoreReads:
 
     def fetched(self, result: Fetched, now_ns: int) -> list[RequestId]:
         """A piece was answered: the host tier takes what is good of it. Requests that need not wait any longer."""
-        piece = self._pieces.pop(result.ticket)
+        wish = self._pieces[result.ticket].wish
         good = [outcome is Outcome.OK for outcome in result.outcomes]
         self.fetched_objects_total += sum(good)
         self.lost_objects_total += len(good) - sum(good)
-        adopt = self._adopt_full if piece.group is Group.FULL else self._adopt_window
-        adopt(piece, good, now_ns)
-        ready, wish = [], piece.wish
-        wish.fetches.discard(result.ticket)
-        if not wish.fetches:
-            ready += [] if wish.done else self._end(wish)
-            self._set_pin(wish, 0)
-        for other in self._behind.pop(result.ticket, []):
-            if not other.done:
-                self._look(other)
-                ready += [other.kv.request_id] if other.done else []
+        wish.fetches[result.ticket] = good
+        ready: list[RequestId] = []
+        for ticket, answered in list(wish.fetches.items()):
+            if answered is None:
+                break
+            del wish.fetches[ticket]
+            piece = self._pieces.pop(ticket)
+            adopt = self._adopt_full if piece.group is Group.FULL else self._adopt_window
+            adopt(piece, answered, now_ns)
+            if not wish.fetches:
+                ready += [] if wish.done else self._end(wish)
+                self._set_pin(wish, 0)
+            for other in self._behind.pop(ticket, []):
+                if not other.done:
+                    self._look(other)
+                    ready += [other.kv.request_id] if other.done else []
         return ready
 
     def _adopt_full(self, piece: _Piece, good: Sequence[bool], now_ns: int) -> None:

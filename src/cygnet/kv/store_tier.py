@@ -33,9 +33,9 @@ class StoreTier:
         self.reads = StoreReads(geometry, host, namespace, self._outbox, policy, plan)
         self.writes = StoreWrites(host, namespace, self._outbox, policy)
 
-    def keep(self, node: Node, *, window: bool) -> None:
+    def keep(self, node: Node, now_ns: int, *, window: bool) -> None:
         """The path to the host's `node`, or the window that ends with it, is there and worth storing."""
-        self.writes.keep(node, window=window)
+        self.writes.keep(node, now_ns, window=window)
 
     def pump(self, now_ns: int) -> None:
         """Decide what to write next."""

@@ -38,7 +38,8 @@ class StoreWrites:
         self._namespace = namespace
         self._outbox = outbox
         self._policy = policy
-        self._queue: OrderedDict[tuple[Node, bool], None] = OrderedDict()
+        self._queue: OrderedDict[tuple[Node, bool], int] = OrderedDict()
+        """Nodes, or windows that end with them, and since when they are wanted."""
         self._sent: dict[int, _Sent] = {}
         self._num_sent = 0
         self.stored_objects_total = self.failed_objects_total = self.dropped_total = 0
@@ -48,10 +49,10 @@ class StoreWrites:
         """Whether nothing is queued or on its way."""
         return not self._queue and not self._sent
 
-    def keep(self, node: Node, *, window: bool) -> None:
+    def keep(self, node: Node, now_ns: int, *, window: bool) -> None:
         """The path to the host's `node`, or the window that ends with it, is worth storing. What is queued longest is
         forgotten where the store can't keep up: the next use of it brings it back."""
-        self._queue[node, window] = None
+        self._queue[node, window] = now_ns
         if len(self._queue) > MOST_QUEUED:
             self._queue.popitem(last=False)
             self.dropped_total += 1
@@ -59,31 +60,28 @@ class StoreWrites:
     def pump(self, now_ns: int) -> None:
         """Send puts for what is queued, oldest first, while few enough objects are on their way."""
         while self._queue and (room := self._policy.max_put_objects - self._num_sent) > 0:
-            (node, window), _ = self._queue.popitem(last=False)
+            (node, window), since_ns = self._queue.popitem(last=False)
             if self._host.tree.get(node.key) is not node:
                 continue  # evicted while it waited
-            items = self._window(node, now_ns) if window else self._path(node, now_ns)
+            stale_ns = since_ns - self._policy.keep_alive_ns
+            items = self._window(node, stale_ns) if window else self._path(node, stale_ns)
             self._send(items[: min(room, OBJECTS_PER_PUT)], now_ns)
             if len(items) > min(room, OBJECTS_PER_PUT):
-                self._queue[node, window] = None
+                self._queue[node, window] = since_ns
                 self._queue.move_to_end((node, window), last=False)
 
-    def _path(self, node: Node, now_ns: int) -> list[tuple[Node, Group]]:
-        """What has not been put lately of the path to `node`, from the left."""
+    def _path(self, node: Node, stale_ns: int) -> list[tuple[Node, Group]]:
+        """What was not put since `stale_ns` of the path to `node`, from the left."""
         stale: list[tuple[Node, Group]] = []
         at: Node | None = node
-        while at is not None and now_ns - at.stored_ns >= self._policy.keep_alive_ns:
+        while at is not None and at.stored_ns < stale_ns:
             stale.append((at, Group.FULL))
             at = at.parent
         return stale[::-1]
 
-    def _window(self, node: Node, now_ns: int) -> list[tuple[Node, Group]]:
+    def _window(self, node: Node, stale_ns: int) -> list[tuple[Node, Group]]:
         members = list(node.path_up(self._host.tree.window_blocks))[::-1]
-        return [
-            (member, Group.SWA)
-            for member in members
-            if member.swa_block != NO_BLOCK and now_ns - member.swa_stored_ns >= self._policy.keep_alive_ns
-        ]
+        return [(m, Group.SWA) for m in members if m.swa_block != NO_BLOCK and m.swa_stored_ns < stale_ns]
 
     def _send(self, items: list[tuple[Node, Group]], now_ns: int) -> None:
         if not items:

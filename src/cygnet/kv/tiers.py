@@ -31,7 +31,7 @@ MOST_WINDOWS = 4
 class BelowHost(Protocol):
     """Who wants to know what the host has: the way to the store."""
 
-    def keep(self, node: Node, *, window: bool) -> None:
+    def keep(self, node: Node, now_ns: int, *, window: bool) -> None:
         """The path to the host's `node`, or the window that ends with it, is there and worth storing."""
 
     def pump(self, now_ns: int) -> None:
@@ -117,9 +117,9 @@ class Tiers:
                 self._windows[node] = None
         if self._store is not None:
             if below is not None:
-                self._store.keep(below, window=False)
+                self._store.keep(below, now_ns, window=False)
             if window is not None:
-                self._store.keep(window, window=True)
+                self._store.keep(window, now_ns, window=True)
 
     def _checkpoints_above(self, tip: Node) -> Iterator[Node]:
         node: Node | None = tip
@@ -229,9 +229,9 @@ class Tiers:
         self._pins.clear()
         if self._store is not None:
             for node in self._written:
-                self._store.keep(node, window=False)
+                self._store.keep(node, now_ns, window=False)
             for node in self._written_windows:
-                self._store.keep(node, window=True)
+                self._store.keep(node, now_ns, window=True)
             self._store.pump(now_ns)
         self._written.clear()
         self._written_windows.clear()
