@@ -81,10 +81,14 @@ class HostPool:
 
     def object(self, group: Group, block: int) -> memoryview:
         """The whole object of a block, writable."""
-        if not 0 <= block < self.num_blocks[group]:
-            raise InvariantError(f"host block {block} of the {group.name} group, which has {self.num_blocks[group]}")
+        self._check(group, block)
         size = self.object_bytes[group]
         return self._memory[group][block * size : (block + 1) * size]
+
+    def address(self, group: Group, block: int) -> int:
+        """Where the object of a block lies."""
+        self._check(group, block)
+        return int(self._elements[group].data_ptr()) + block * self.object_bytes[group]
 
     def layer(self, group: Group, index: int) -> tuple[Tensor, Tensor]:
         """Key [num_blocks, block_size, kv_heads, key_dim] and value (value_dim) of one layer of the group: views of the
@@ -117,6 +121,10 @@ class HostPool:
         for group, blocks in ((Group.FULL, full), (Group.SWA, swa)):
             if blocks:
                 self._elements[group].index_fill_(0, torch.tensor(blocks), float("nan"))
+
+    def _check(self, group: Group, block: int) -> None:
+        if not 0 <= block < self.num_blocks[group]:
+            raise InvariantError(f"host block {block} of the {group.name} group, which has {self.num_blocks[group]}")
 
 
 def _pin(region: Tensor) -> None:
