@@ -1,4 +1,4 @@
-"""How KV gets from blocks of one tier to blocks of the other: by address on a CPU."""
+"""How KV gets from blocks of one tier to blocks of the other. Here: by address, where both are a CPU's memory."""
 
 from typing import Protocol
 
@@ -13,6 +13,9 @@ from cygnet.kv.store import Group
 from cygnet.kv.transfers import group_geometry
 from cygnet.model.batch import LayerKV
 
+SLICE_BYTES = 8 << 20
+"""A mover is given no more at a time, or one block."""
+
 
 class Ready(Protocol):
     """A point in a mover's work."""
@@ -22,7 +25,8 @@ class Ready(Protocol):
 
 
 class Mover(Protocol):
-    """Copies between one device pool and one host pool. Blocks are arrays of ids, one to one; they are in range.
+    """Copies between one device pool and one host pool, in the order of the calls. Blocks are arrays of ids, one to
+    one; they are in range, and weigh `SLICE_BYTES` at most, or are one.
 
     `follow` is called by the thread that runs the model; everything else by one thread at a time.
     """
@@ -32,16 +36,16 @@ class Mover(Protocol):
         """Whether all calls return with their copies done."""
 
     def follow(self) -> None:
-        """Loads from now on come after what the device has been asked for so far."""
+        """Copies from now on come after what the device has been asked for so far."""
 
     def load(self, group: Group, layer: int, host: Ints, device: Ints) -> Ready:
-        """Begin to copy one layer of host blocks to device blocks. Loads are done in the order of the calls."""
+        """Begin to copy one layer of host blocks to device blocks."""
 
     def save(self, group: Group, device: Ints, host: Ints) -> None:
-        """Copy all layers of device blocks to host blocks; done on return."""
+        """Begin to copy all layers of device blocks to host blocks."""
 
     def finish(self) -> None:
-        """Until all loads are done."""
+        """Until all copies are done."""
 
 
 def device_layers(pool: DevicePool, group: Group) -> list[LayerKV]:
@@ -86,7 +90,7 @@ class CpuMover:
     def __init__(self, pool: DevicePool, host: HostPool) -> None:
         check_pools(pool, host)
         self._pools = pool, host  # their memory is read and written by address
-        self._addresses = {group: _Addresses(pool, host, group) for group in Group}
+        self._layouts = {group: Layout(pool, host, group) for group in Group}
         nothing = np.empty(0, dtype=np.int64)
         copy_pieces(nothing, nothing, nothing)  # compiles
 
@@ -94,24 +98,20 @@ class CpuMover:
         pass
 
     def load(self, group: Group, layer: int, host: Ints, device: Ints) -> Ready:
-        addresses = self._addresses[group]
-        layers = slice(layer, layer + 1)
-        copy_pieces(
-            addresses.device(device, layers), addresses.host(host, layers), addresses.sizes(len(device), layers)
-        )
+        layout, layers = self._layouts[group], slice(layer, layer + 1)
+        copy_pieces(layout.device(device, layers), layout.host(host, layers), layout.sizes(len(host), layers))
         return DONE
 
     def save(self, group: Group, device: Ints, host: Ints) -> None:
-        addresses = self._addresses[group]
-        layers = slice(None)
-        copy_pieces(addresses.host(host, layers), addresses.device(device, layers), addresses.sizes(len(host), layers))
+        layout, layers = self._layouts[group], slice(None)
+        copy_pieces(layout.host(host, layers), layout.device(device, layers), layout.sizes(len(host), layers))
 
     def finish(self) -> None:
         pass
 
 
-class _Addresses:
-    """Where each block has its pieces, [blocks, layers, key and value]."""
+class Layout:
+    """Where the pieces of a group's blocks are, as arrays [blocks, layers, key and value] of addresses and sizes."""
 
     def __init__(self, pool: DevicePool, host: HostPool, group: Group) -> None:
         here = [(layer.key, layer.value) for layer in device_layers(pool, group)]
@@ -121,14 +121,27 @@ class _Addresses:
         self._there, self._there_strides = _places(there)
 
     def device(self, blocks: Ints, layers: slice) -> Ints:
+        """In device blocks."""
         return self._here[layers] + blocks[:, None, None] * self._here_strides[layers]
 
     def host(self, blocks: Ints, layers: slice) -> Ints:
+        """In host blocks."""
         return self._there[layers] + blocks[:, None, None] * self._there_strides[layers]
 
     def sizes(self, count: int, layers: slice) -> Ints:
+        """Bytes of the pieces of `count` blocks."""
         sizes = self._sizes[layers]
         return np.broadcast_to(sizes, (count, *sizes.shape))
+
+    def areas(self, count: int, layers: slice) -> Ints:
+        """[layers, key and value] offsets, when the pieces of `count` blocks are put together tensor after tensor."""
+        sizes = self._sizes[layers]
+        before = np.cumsum(sizes) - sizes.ravel()
+        return count * before.reshape(sizes.shape)
+
+    def packed(self, count: int, layers: slice) -> Ints:
+        """Offsets of the pieces of `count` blocks then."""
+        return self.areas(count, layers) + np.arange(count)[:, None, None] * self._sizes[layers]
 
 
 def _table(rows: list[list[int]]) -> Ints:

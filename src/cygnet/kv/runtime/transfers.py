@@ -18,16 +18,15 @@ from typing import Protocol
 import numpy as np
 
 from cygnet.base.errors import InvariantError
+from cygnet.kv.runtime.cuda_mover import CudaCopyStream, CudaMover
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.runtime.host_pool import HostPool
-from cygnet.kv.runtime.movers import Mover, Ready, num_device_blocks
+from cygnet.kv.runtime.movers import SLICE_BYTES, CpuMover, Mover, Ready, num_device_blocks
 from cygnet.kv.runtime.pieces import Ints
 from cygnet.kv.store import Group
 from cygnet.kv.transfers import Copies, Pair, StepTransfers, group_geometry
 from cygnet.model.batch import GroupName, LayerGate
 
-SLICE_BYTES = 8 << 20
-"""Copied at a time."""
 INLINE_BYTES = 256 << 10
 """So little is copied at once where it stands: waking a thread takes as long."""
 STALL_S = 60.0
@@ -139,15 +138,15 @@ class TransferEngine:
         self,
         pool: DevicePool,
         host: HostPool,
-        mover: Mover,
         layers: Sequence[tuple[GroupName, int]],
         *,
         bytes_per_s: float | None = None,
+        mover: Mover | None = None,
     ) -> None:
         """`layers`: group, and index in it, of each of the model's layers in their order. `bytes_per_s` slows all
-        copies down, for benchmarks that imitate a link."""
+        copies down, for benchmarks that imitate a link. `mover` stands in for the pools' own."""
         self._host = host
-        self._mover = mover
+        self._mover = mover or mover_for(pool, host)
         self._layers = [(name, _GROUPS[name], index) for name, index in layers]
         self._limits = {group: (host.num_blocks[group], num_device_blocks(pool, group)) for group in Group}
         shapes = {group: group_geometry(host.geometry, group) for group in Group}
@@ -170,7 +169,10 @@ class TransferEngine:
         evicted, saves = (self._blocks(copies, "save") for copies in (step.evicted, step.saves))
         loads = self._blocks(step.loads, "load")
         self._host.poison_blocks(step.freed_host_full, step.freed_host_swa)
-        self._save(evicted, lambda: None)
+        if evicted:
+            self._mover.follow()
+            self._save(evicted, lambda: None)
+            self._mover.finish()
         between()
         order = [(name, index) for name, group, index in self._layers if group in loads]
         gate = self._current = _StepGate(order, self._joined)
@@ -196,8 +198,9 @@ class TransferEngine:
 
     def audit(self) -> list[str]:
         """See `Transfers`."""
-        faults = [] if self._current is None else ["a step's copies have not been joined"]
-        return faults if self._jobs.empty() else [*faults, "copies are waiting, and no step is"]
+        if self._current is not None:
+            return ["a step's copies have not been joined"]
+        return [] if self._jobs.empty() else ["copies are waiting that belong to no step"]
 
     def _joined(self) -> None:
         self._current = None
@@ -262,6 +265,12 @@ class TransferEngine:
 
 _Blocks = dict[Group, tuple[Ints, Ints]]
 """(from, to) per group that has any."""
+
+
+def mover_for(pool: DevicePool, host: HostPool) -> Mover:
+    """What copies between these pools."""
+    device = pool.full[0].key.device
+    return CudaMover(pool, host, CudaCopyStream(device)) if device.type == "cuda" else CpuMover(pool, host)
 
 
 class _Pace:
