@@ -31,7 +31,10 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush", array_like=True):
-    """Drop every cached block that no running request holds."""
+    """Drop every cached block of device and host that no running request holds."""
+
+    store: bool = False
+    """And all that the store has of this model."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
