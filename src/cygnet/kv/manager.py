@@ -13,6 +13,7 @@ from cygnet.kv.hashing import extend_keys
 from cygnet.kv.host_tier import HostTier
 from cygnet.kv.policy import KVPolicy, TierPolicy
 from cygnet.kv.prefix_tree import PrefixTree
+from cygnet.kv.request_audit import audit_requests
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.retention import RETENTION_RULES, RetentionContext
 from cygnet.kv.reuse import CachedTokens, ReusePlan, plan_reuse
@@ -442,58 +443,13 @@ class KVManager:
             stats(self.swa_pool, self.tree.num_evictable_swa, self.geometry.swa.block_bytes(self.block_size)),
         )
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Nodes in the trees of device and host."""
+        return len(self.tree) + (len(self.host.tree) if self.host is not None else 0)
+
     def audit(self) -> list[str]:
-        """Check pools, tree and requests against each other from scratch; all discrepancies."""
-        faults = self.full_pool.audit() + self.swa_pool.audit() + self.tree.audit()
-        faults += self._tiers.audit() if self._tiers is not None else []
+        """Check pools, tiers, trees and requests against each other from scratch; all discrepancies."""
+        faults = self._tiers.audit() if self._tiers is not None else []
         faults += self.store.audit() if self.store is not None else []
-        faults += self._audit_owners("full", self.full_pool, [n.full_block for n in self.tree.nodes()])
-        faults += self._audit_owners(
-            "swa", self.swa_pool, [n.swa_block for n in self.tree.nodes() if n.swa_block != NO_BLOCK]
-        )
-        locks: dict[int, int] = {}
-        swa_locks: dict[int, int] = {}
-        for kv in self._active.values():
-            for node in kv.nodes:
-                locks[id(node)] = locks.get(id(node), 0) + 1
-            for index in kv.shared_swa():
-                swa_locks[id(kv.nodes[index])] = swa_locks.get(id(kv.nodes[index]), 0) + 1
-            faults += self._audit_request(kv)
-        for node in self.tree.nodes():
-            if node.locks != locks.get(id(node), 0):
-                faults.append(f"node {node.index}: {node.locks} locks, {locks.get(id(node), 0)} requests hold it")
-            if node.swa_locks != swa_locks.get(id(node), 0):
-                faults.append(f"node {node.index}: {node.swa_locks} SWA locks, {swa_locks.get(id(node), 0)} holders")
-        return faults
-
-    def _audit_owners(self, group: str, pool: BlockPool, tree_blocks: list[BlockId]) -> list[str]:
-        owned = list(tree_blocks)
-        for kv in self._active.values():
-            owned += kv.owned_full() if group == "full" else kv.owned_swa()
-        faults = []
-        if len(set(owned)) != len(owned):
-            faults.append(f"{group} pool: a block has two owners")
-        if len(owned) + pool.num_free != pool.num_blocks:
-            faults.append(f"{group} pool: {len(owned)} owned + {pool.num_free} free != {pool.num_blocks}")
-        faults += [f"{group} pool: owned block {block} is free" for block in owned if pool.is_free(block)]
-        return faults
-
-    def _audit_request(self, kv: RequestKV) -> list[str]:
-        name = f"request {kv.request_id}"
-        faults = [
-            f"{name}: block {i} is not its node's"
-            for i, node in enumerate(kv.nodes)
-            if i not in kv.private_full and kv.full_blocks[i] != node.full_block
-        ]
-        faults += [
-            f"{name}: SWA block {i} is not its node's"
-            for i in kv.shared_swa()
-            if kv.swa_blocks[i] != kv.nodes[i].swa_block
-        ]
-        if any(block != NO_BLOCK for block in kv.swa_blocks[: kv.live_from]):
-            faults.append(f"{name}: live SWA blocks out of its window")
-        if any(block == NO_BLOCK for block in kv.swa_blocks[kv.live_from :]):
-            faults.append(f"{name}: holes in its SWA window")
-        if any(index < kv.live_from or index >= kv.swa_published for index in kv.private_swa):
-            faults.append(f"{name}: counts SWA blocks as private that are gone or not published")
-        return faults
+        return faults + audit_requests(self.full_pool, self.swa_pool, self.tree, list(self._active.values()))
