@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from cygnet.kv.transfers import (
     Touch,
 )
 from support.faulty_store import FaultyStore, Hold
+from support.store_folder import small_store
 
 GEOMETRY = KVGeometry(GroupGeometry(2, 3, 24, 16, 2), GroupGeometry(3, 5, 8, 16, 2, 7))
 MINE, OTHERS = Namespace(b"m" * 16), Namespace(b"o" * 16)
@@ -145,6 +147,36 @@ def test_what_is_put_comes_back(subject: Subject, count: int) -> None:
     assert traffic.bytes_read == traffic.bytes_written == count * sum(subject.pool.object_bytes.values())
     assert traffic.fetched == traffic.stored == {Outcome.OK: 2 * count}
     assert subject.store.audit() == []
+
+
+def test_through_the_disk_store(tmp_path: Path) -> None:
+    """What one process has put, another one finds, bit for bit."""
+    contents = []
+    for _ in range(2):
+        store = small_store(tmp_path, 4 << 20)
+        pool = HostPool(GEOMETRY, BLOCKS, BLOCKS, 4, torch.bfloat16)
+        told = threading.Semaphore(0)
+        worker = StoreWorker(store, pool, MINE, on_result=told.release)
+        keys = tuple(key(index, group) for group in Group for index in range(5))
+        groups = tuple(group for group in Group for _ in range(5))
+        if not contents:
+            for group in Group:
+                for tensor in (tensor for index in range(2) for tensor in pool.layer(group, index)):
+                    tensor.normal_()
+            worker.submit([Put(1, keys, groups, blocks(*range(5), *range(5)))])
+            assert told.acquire(timeout=60)
+            assert worker.take_results() == [Stored(1, (Outcome.OK,) * 10)]
+            first = 0
+        else:
+            worker.submit([Fetch(2, (*keys, key(9)), (*groups, Group.FULL), blocks(*range(7, 12), *range(7, 12), 1))])
+            assert told.acquire(timeout=60)
+            assert worker.take_results() == [Fetched(2, (*(Outcome.OK,) * 10, Outcome.MISS))]
+            first = 7
+        contents.append([bytes(pool.object(group, first + index)) for group in Group for index in range(5)])
+        worker.close()
+        store.close()
+    assert contents[0] == contents[1]
+    assert len(set(contents[0])) == 10
 
 
 def test_pieces_are_bounded_in_bytes_too(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
