@@ -291,6 +291,26 @@ def test_a_fetch_that_hangs_is_a_failure_and_touches_nothing(subject: Subject) -
     assert subject.ask(subject.fetch(2, 1, 2, 3)) == Fetched(2, (Outcome.OK,) * 3)
 
 
+def test_a_call_left_behind_does_not_write_into_later_ones(subject: Subject) -> None:
+    """It reads its object just when the next fetch has read another one, and not looked at it yet."""
+    subject.put(1, 2)
+    hold = Hold("get")
+    subject.store.before = hold
+    subject.be_patient(IMPATIENT)
+    assert subject.ask(subject.fetch(1, 1)) == Fetched(1, (Outcome.FAILED,))
+    subject.be_patient()
+    (lost,) = subject.worker._fetch_calls._lost
+
+    def let_it_read(name: str) -> None:
+        subject.store.after = lambda name: None
+        hold.release()
+        assert lost.returned.wait(60)
+
+    subject.store.before, subject.store.after = (lambda name: None), let_it_read
+    assert subject.ask(subject.fetch(2, 2)) == Fetched(2, (Outcome.OK,))
+    assert subject.worker.traffic().num_lost == 0
+
+
 def test_lookups_and_puts_that_hang(subject: Subject) -> None:
     subject.put(1)
     for name, command, answer in (

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from cygnet.base.errors import InvariantError
 from cygnet.kv.runtime.host_pool import HostPool
+from cygnet.kv.runtime.pieces import prepare_copies
 from cygnet.kv.runtime.store_calls import Complaints, Pending, StoreCalls, StoreHungError
 from cygnet.kv.runtime.store_line import Line
 from cygnet.kv.runtime.store_pieces import Landing, Piece, pieces
@@ -113,6 +114,7 @@ class StoreWorker:
         self._fetches = Line[_Job]("kv-fetches", self._do, most=MOST_COMMANDS)
         self._writes = Line[_Job]("kv-writes", self._do, most=MOST_COMMANDS)
         self._landings: list[Landing] = []
+        prepare_copies()
         self._closing = False
         self._lock = threading.Lock()
         self._results: list[StoreResult] = []
