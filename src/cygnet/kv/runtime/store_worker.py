@@ -77,8 +77,9 @@ class _Job:
 class StoreWorker:
     """See the module's text. `submit`, `take_results` and `close` belong to one thread, the engine's.
 
-    Every `Lookup`, `Fetch` and `Put` is answered once, within a bounded time of its turn. `on_result` is called on
-    threads of the worker after results were queued, and must not wait. A bug met there is raised by `take_results`.
+    Every `Lookup`, `Fetch` and `Put` is answered once, within a bounded time of its turn. `on_result` is called after
+    results were queued, on threads of the worker (and in `submit`, for what finds no room in its line); it must not
+    wait. A bug met on a thread of the worker is raised by `take_results`.
 
     Invariant (`audit`): what has been submitted and not answered is in a line, and nothing else is.
     """
