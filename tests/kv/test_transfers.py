@@ -14,6 +14,7 @@ from cygnet.kv.runtime import cuda_mover, movers, pieces, transfers
 from cygnet.kv.runtime.cuda_mover import CudaCopyStream, CudaMover
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.runtime.host_pool import HostPool
+from cygnet.kv.runtime.memory import pool_memory
 from cygnet.kv.runtime.movers import CpuMover, Mover
 from cygnet.kv.runtime.transfers import TransferEngine
 from cygnet.kv.sizing import PoolSizes
@@ -349,20 +350,25 @@ def test_a_late_stream_notices_changed_memory() -> None:
 
 
 @pytest.mark.parametrize("copier", ["compiled", "one by one"])
-def test_pieces(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shift", [0, 1, 8])
+@pytest.mark.parametrize("scale", [1, 400])
+def test_pieces(copier: str, shift: int, scale: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little and much, whole cache lines and parts of them, at any address; nothing beside them."""
     if copier == "compiled":
         pytest.importorskip("numba")
         assert pieces._copier() is not pieces._copy_each
     else:
         monkeypatch.setattr(pieces, "_copier", lambda: pieces._copy_each)
-    source = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
-    target = np.zeros(5000, np.uint8)
-    starts, sizes = np.array([[0, 100], [1000, 3001]]), np.array([[7, 0], [2000, 1999]])
-    pieces.copy_pieces(target.ctypes.data + starts, source.ctypes.data + starts, sizes)
-    want = np.zeros(5000, np.uint8)
+    memory = np.random.default_rng(0).integers(0, 256, (2, 8192 * scale), np.uint8)
+    source, target = memory[0], pool_memory(8192 * scale)
+    starts = np.array([[64, 128], [1024, 3072]]) * scale + shift
+    sizes = np.array([[7, 0], [2048 * scale, 4096 * scale + 1]])
+    into = np.frombuffer(target, np.uint8)
+    pieces.copy_pieces(into.ctypes.data + starts, source.ctypes.data + starts, sizes)
+    want = np.zeros(8192 * scale, np.uint8)
     for start, size in zip(starts.ravel(), sizes.ravel(), strict=True):
         want[start : start + size] = source[start : start + size]
-    assert np.array_equal(target, want)
+    assert np.array_equal(into, want)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 class FaultyStore(MemoryStore):
-    """`calls` counts calls by name; `before` is told of each before it is done, and may raise or wait. What `answers`
-    has for a name is returned instead of doing anything."""
+    """`calls` lists calls by name; `before` and `after` are told of each when it begins and before it returns, and may
+    raise or wait. What `answers` has for a name is returned instead of doing anything."""
 
     def __init__(self, capacity_bytes: int = 64 << 20) -> None:
         super().__init__(capacity_bytes)
         self.calls: list[str] = []
         self.before: Callable[[str], None] = lambda name: None
+        self.after: Callable[[str], None] = lambda name: None
         self.answers: dict[str, Any] = {}
 
     def corrupt(self, key: ObjectKey, at: int) -> None:
@@ -52,7 +53,9 @@ class FaultyStore(MemoryStore):
     def _call(self, name: str, do: Callable[[], Any]) -> Any:
         self.calls.append(name)
         self.before(name)
-        return self.answers[name] if name in self.answers else do()
+        answer = self.answers[name] if name in self.answers else do()
+        self.after(name)
+        return answer
 
 
 class Hold:

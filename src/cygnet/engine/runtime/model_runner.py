@@ -54,10 +54,10 @@ class LaunchedStep:
 
     def result(self) -> StepResult:
         self._mark.wait()
+        tokens = self._tokens()
         if self._gate is not None:
             self._gate.join()
         self._finished()
-        tokens = self._tokens()
         self._rows.append([row for _, row in self._sampled], tokens)
         return StepResult(self._step, {rid: token for (rid, _), token in zip(self._sampled, tokens, strict=True)})
 

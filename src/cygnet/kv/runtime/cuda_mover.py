@@ -18,7 +18,7 @@ from torch import Tensor
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.runtime.host_pool import HostPool
 from cygnet.kv.runtime.movers import SLICE_BYTES, Layout, Ready, check_pools, device_layers
-from cygnet.kv.runtime.pieces import Ints, copy_pieces
+from cygnet.kv.runtime.pieces import Ints, copy_pieces, prepare_copies
 from cygnet.kv.store import Group
 from cygnet.kv.transfers import group_geometry
 
@@ -127,6 +127,7 @@ class CudaMover:
         block_bytes = (group_geometry(host.geometry, group).block_bytes(host.block_size) for group in Group)
         size = max(SLICE_BYTES, *block_bytes)
         self._slots = [_Slot(stream.pinned(size)) for _ in range(2)]
+        prepare_copies()
 
     def follow(self) -> None:
         self._stream.follow()

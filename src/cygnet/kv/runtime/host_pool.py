@@ -32,8 +32,9 @@ class HostPool:
         one object     | layer 0: K | V | layer 1: K | V | ... | zeros | checksum |
 
     Memory comes in huge pages where the system has them, and a block takes none before it is first written. With
-    `pinned` all of it is taken at once, and locked for a GPU. With `poison`, storage starts as NaN and `poison_blocks`
-    makes freed blocks NaN again, as in the device pool.
+    `pinned` all of it is taken at once, and locked so that a GPU reaches it by itself; the copies of `transfers` do
+    without, as they go through small pinned slots. With `poison`, storage starts as NaN and `poison_blocks` makes freed
+    blocks NaN again, as in the device pool.
 
     Not thread-safe by itself: whoever holds a block, a copy or a store command, is the only one who writes it.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from cygnet.base.errors import InvariantError
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.runtime.host_pool import HostPool
-from cygnet.kv.runtime.pieces import Ints, copy_pieces
+from cygnet.kv.runtime.pieces import Ints, copy_pieces, prepare_copies
 from cygnet.kv.store import Group
 from cygnet.kv.transfers import group_geometry
 from cygnet.model.batch import LayerKV
@@ -91,8 +91,7 @@ class CpuMover:
         check_pools(pool, host)
         self._pools = pool, host  # their memory is read and written by address
         self._layouts = {group: Layout(pool, host, group) for group in Group}
-        nothing = np.empty(0, dtype=np.int64)
-        copy_pieces(nothing, nothing, nothing)  # compiles
+        prepare_copies()
 
     def follow(self) -> None:
         pass

@@ -21,6 +21,11 @@ def copy_pieces(targets: Ints, sources: Ints, sizes: Ints) -> None:
     _copier()(targets, sources, sizes)
 
 
+def prepare_copies() -> None:
+    """Compile what `copy_pieces` needs, or read it from numba's cache: else the first copy takes most of a second."""
+    _copier()
+
+
 @lru_cache
 def _copier() -> Callable[[Ints, Ints, Ints], None]:
     """One call for all pieces where numba works, else one per piece: as fast, but it takes Python's lock each time."""

@@ -12,7 +12,7 @@ from cygnet.kv.runtime.pieces import copy_pieces
 from cygnet.kv.store import Group, ObjectKey, Outcome
 from cygnet.kv.transfers import Fetch, Put
 
-PIECE_OBJECTS = 128
+PIECE_OBJECTS = 256
 PIECE_BYTES = 16 << 20
 """A piece is what is asked of the store at a time, one object at least. Nothing can be called off within it."""
 _ALIGNMENT = 4096

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from cygnet.base.errors import InvariantError
 from cygnet.kv.runtime.host_pool import HostPool
+from cygnet.kv.runtime.pieces import prepare_copies
 from cygnet.kv.runtime.store_calls import Complaints, Pending, StoreCalls, StoreHungError
 from cygnet.kv.runtime.store_line import Line
 from cygnet.kv.runtime.store_pieces import Landing, Piece, pieces
@@ -76,8 +77,9 @@ class _Job:
 class StoreWorker:
     """See the module's text. `submit`, `take_results` and `close` belong to one thread, the engine's.
 
-    Every `Lookup`, `Fetch` and `Put` is answered once, within a bounded time of its turn. `on_result` is called on
-    threads of the worker after results were queued, and must not wait. A bug met there is raised by `take_results`.
+    Every `Lookup`, `Fetch` and `Put` is answered once, within a bounded time of its turn. `on_result` is called after
+    results were queued, on threads of the worker (and in `submit`, for what finds no room in its line); it must not
+    wait. A bug met on a thread of the worker is raised by `take_results`.
 
     Invariant (`audit`): what has been submitted and not answered is in a line, and nothing else is.
     """
@@ -113,6 +115,7 @@ class StoreWorker:
         self._fetches = Line[_Job]("kv-fetches", self._do, most=MOST_COMMANDS)
         self._writes = Line[_Job]("kv-writes", self._do, most=MOST_COMMANDS)
         self._landings: list[Landing] = []
+        prepare_copies()
         self._closing = False
         self._lock = threading.Lock()
         self._results: list[StoreResult] = []

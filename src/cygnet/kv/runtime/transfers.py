@@ -24,7 +24,7 @@ from cygnet.kv.runtime.host_pool import HostPool
 from cygnet.kv.runtime.movers import SLICE_BYTES, CpuMover, Mover, Ready, num_device_blocks
 from cygnet.kv.runtime.pieces import Ints
 from cygnet.kv.store import Group
-from cygnet.kv.transfers import Copies, Pair, StepTransfers, group_geometry
+from cygnet.kv.transfers import Copies, StepTransfers, group_geometry
 from cygnet.model.batch import GroupName, LayerGate
 
 INLINE_BYTES = 256 << 10
@@ -246,16 +246,21 @@ class TransferEngine:
                 advanced()
 
     def _blocks(self, copies: Copies, what: str) -> "_Blocks":
-        """The pairs of each group that has any, as arrays. Raises `InvariantError` for blocks that are not there, as
-        they are turned into addresses."""
+        """The pairs of each group that has any, as arrays in the order of the host blocks: memory is read or written
+        faster from one end to the other. Raises `InvariantError` for blocks that are not there, as they are turned into
+        addresses."""
         found = {}
         for group, pairs in ((Group.FULL, copies.full), (Group.SWA, copies.swa)):
             if pairs:
-                source, target = _columns(pairs)
-                host, device = (source, target) if what == "load" else (target, source)
-                for blocks, limit in zip((host, device), self._limits[group], strict=True):
+                table = np.array(pairs, dtype=np.int64)
+                host = 0 if what == "load" else 1
+                for column, limit in zip((host, 1 - host), self._limits[group], strict=True):
+                    blocks = table[:, column]
                     if blocks.min() < 0 or blocks.max() >= limit:
-                        raise InvariantError(f"{what} of {group.name} block {blocks.max()} in a pool of {limit}")
+                        raise InvariantError(
+                            f"{what} of {group.name} blocks {blocks.min()} to {blocks.max()} in a pool of {limit}"
+                        )
+                source, target = table[table[:, host].argsort()].T.copy()
                 found[group] = source, target
         return found
 
@@ -290,11 +295,6 @@ class _Pace:
             now = time.monotonic()
             self._free_at = max(now, self._free_at) + num_bytes / self._bytes_per_s
             time.sleep(max(0.0, self._free_at - now))
-
-
-def _columns(pairs: Sequence[Pair]) -> tuple[Ints, Ints]:
-    table = np.array(pairs, dtype=np.int64)
-    return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
 
 
 def _slices(count: int, size: int) -> list[slice]:
