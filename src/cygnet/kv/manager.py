@@ -63,9 +63,14 @@ class KVManager:
 
     # ------------------------------------------------------------ admission
 
-    def new(self, request_id: RequestId, root: BlockKey, token_ids: Sequence[int]) -> RequestKV:
-        """The (empty) KV of a request that is not admitted yet, with the keys of its tokens computed."""
-        kv = RequestKV(request_id, root)
+    def new(
+        self, request_id: RequestId, root: BlockKey, token_ids: Sequence[int], message_starts: Sequence[int] = ()
+    ) -> RequestKV:
+        """The (empty) KV of a request that is not admitted yet, with the keys of its tokens computed.
+
+        `message_starts`: tokens at which the chat's messages begin, ascending, where that is known.
+        """
+        kv = RequestKV(request_id, root, message_starts=tuple(message_starts))
         extend_keys(kv.keys, root, token_ids, self.block_size, len(token_ids))
         return kv
 
@@ -96,6 +101,8 @@ class KVManager:
         if full_room > self.available_full or swa_room > self.available_swa:
             self._unlock(kv)
             return False
+        goes_on = 2 * plan.num_full_blocks * self.block_size > plan.num_tokens
+        kv.turns = self.tree.note_use(kv.nodes[-1], now_ns) + 1 if goes_on else 1
         for node in kv.nodes:
             node.last_access_ns = now_ns
             node.hits += 1
@@ -133,6 +140,7 @@ class KVManager:
             num_safe_blocks=plan.num_safe_blocks,
             diverges=full > 0 and kv.nodes[full - 1].num_children > 0,
             window_blocks=self.tree.window_blocks,
+            message_blocks=kv.message_blocks(self.block_size, plan.num_tokens),
         )
         # The start itself too: its window is live now, but maybe only as long as another request runs.
         first = max(1, plan.start // self.block_size)
@@ -216,6 +224,7 @@ class KVManager:
         if node is None:
             parent = kv.nodes[-1] if kv.nodes else None
             node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns)
+            node.turns = kv.turns
         else:
             kv.private_full.add(index)
         self.tree.lock(node)

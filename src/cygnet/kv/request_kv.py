@@ -33,18 +33,28 @@ class RequestKV:
     """SWA blocks below this index were published or set aside as private."""
     num_hit_blocks: int = 0
     """Full hit at admission: positions below are never written in the full group."""
+    turns: int = 1
+    """How many requests in a row went on from one another, this one included."""
     key_floor: int = 0
     exact_from: int = 0
     num_computed: int = 0
+    message_starts: tuple[int, ...] = ()
+    """Tokens at which messages after the first begin, ascending; empty when unknown."""
     checkpoints: set[int] = field(default_factory=set)
     """Boundaries (blocks) at which to retain a window when computing gets there."""
 
     def clear(self) -> None:
-        """Back to the state before admission. The keys stay: they name the tokens, whatever becomes of the blocks."""
+        """Back to the state before admission. Keys and message starts stay: they describe the tokens, whatever becomes
+        of the blocks."""
         self.nodes, self.full_blocks, self.swa_blocks = [], [], []
         self.private_full, self.private_swa, self.checkpoints = set(), set(), set()
         self.live_from = self.swa_published = self.num_hit_blocks = 0
         self.key_floor = self.exact_from = self.num_computed = 0
+
+    def message_blocks(self, block_size: int, num_tokens: int) -> tuple[int, ...]:
+        """Boundaries, in whole blocks of the first `num_tokens` tokens, at or below which a message begins; ascending."""
+        boundaries = (start // block_size for start in self.message_starts if start < num_tokens)
+        return tuple(dict.fromkeys(boundary for boundary in boundaries if boundary > 0))
 
     def owned_full(self) -> list[BlockId]:
         """Full blocks that belong to this request and not to the tree."""
