@@ -73,7 +73,7 @@ class Load:
 
 
 PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-LOADS = [Load(AGENTIC, 60, 65536, PARTS), Load(MOONCAKE, 6000, 8192, PARTS)]
+LOADS = [Load(AGENTIC, 40, 65536, PARTS), Load(MOONCAKE, 4000, 8192, PARTS)]
 QUICK = [Load(AGENTIC, 10, 65536, PARTS[-2:]), Load(MOONCAKE, 1500, 8192, PARTS[-2:])]
 
 
@@ -177,9 +177,11 @@ def measure(load_: Load, chosen: Callable[[str], bool], jobs: int, peers: Iterab
         ]
         ours = next(system for system in systems() if system.name == OURS)
         tasks += [pool.submit(run_ours, load_, ours, budget, True) for budget in extra]
-        theirs = [run_peer(worker, load_, budget) for worker in peers for budget in budgets]
-        results += [task.result() for task in tasks]
-    return results + theirs
+        try:
+            theirs = [run_peer(worker, load_, budget) for worker in peers for budget in budgets]
+            return [*results, *(task.result() for task in tasks), *theirs]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def print_table(results: list[Measured]) -> None:

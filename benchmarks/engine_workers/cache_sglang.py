@@ -75,6 +75,8 @@ class SglangCache:
         )
         self._block, self._chunk = block, chunk // block
         self._running: dict[int, Any] = {}
+        self._preempted: dict[int, Hit] = {}
+        """What requests that had to stop half-way had found at first: what they computed until then is no hit."""
 
     def _room(self, full: int) -> bool:
         allocator, cache = self._allocator, self._cache
@@ -99,20 +101,22 @@ class SglangCache:
         req = self._new(request, ids, prompt, match, lock)
         row = req.kv.req_pool_idx
         self._rows.write((row, slice(0, hit)), cache.path_device_indices(req.last_node)[:hit].to(self._torch.int32))
+        first = Hit(hit * block, max(hit, match.full_kv_hit_length) * block)
         done = hit
-        while done < prompt:
-            end = min(prompt, done + self._chunk)
-            self._allocate(req, done, end)
-            req.extend_end = end
-            self._common.checkpoint_kv_cache(req, cache)
-            done = end
         while done < total:
-            end = min(total, done + self._chunk)
-            self._allocate(req, done, end)
-            cache.evict_sliding_windows(req, end - 1)
+            end = min(prompt if done < prompt else total, done + self._chunk)
+            if not self._allocate(req, done, end):
+                self._release(req, done)
+                self._preempted.setdefault(request.index, first)
+                return None
+            if end <= prompt:
+                req.extend_end = end
+                self._common.checkpoint_kv_cache(req, cache)
+            else:
+                cache.evict_sliding_windows(req, end - 1)
             done = end
         self._running[request.index] = req
-        return Hit(hit * block, max(hit, match.full_kv_hit_length) * block)
+        return self._preempted.pop(request.index, first)
 
     def _new(self, request: Request, ids: "array[int]", prompt: int, match: Any, lock: Any) -> Any:
         from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -133,29 +137,31 @@ class SglangCache:
             last_node=match.last_device_node,
             lock=lock,
             prefix_len=match.device_prefix_len,
-            finished_len=None,
             is_done=False,
         )
         req.finished = lambda: req.is_done
-        req.refresh_fill_ids = lambda: None
         req.get_fill_ids = lambda: ids[: req.extend_end]
-        req.owned_kv_len = lambda: len(ids)
         req.kv.req_pool_idx = self._rows.free_slots.pop()
         return req
 
-    def _allocate(self, req: Any, first: int, end: int) -> None:
+    def _allocate(self, req: Any, first: int, end: int) -> bool:
         self._common.evict_from_tree_cache(self._cache, end - first)
         slots = self._allocator.alloc(end - first)
         if slots is None:
-            raise RuntimeError(f"no room for request {req.rid}, though it was admitted")
+            return False
         self._rows.write((req.kv.req_pool_idx, slice(first, end)), slots.to(self._torch.int32))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        return True
 
     def end(self, request: Request, now_ns: int) -> None:
+        req = self._running.pop(request.index)
+        self._release(req, len(req.full_untruncated_fill_ids))
+
+    def _release(self, req: Any, upto: int) -> None:
         """What `release_kv_cache` does, whose check of the slots behind the last whole block asks for a server."""
-        req, cache = self._running.pop(request.index), self._cache
+        cache = self._cache
         req.is_done = True
-        cache.checkpoint(req, up_to=req.owned_kv_len())
+        cache.checkpoint(req, up_to=upto)
         cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, req.kv.kv_allocated_len)])
         cache.unlock(req.lock)
         cache.on_release(req, checkpointed=True)

@@ -43,6 +43,8 @@ class VllmCache:
         self._manager = KVCacheManager(config, 1 << 20, block, block, max_in_flight_tokens=chunk)
         self._block, self._chunk = block, chunk
         self._running: dict[int, Any] = {}
+        self._preempted: dict[int, Hit] = {}
+        """What requests that had to stop half-way had found at first: what they computed until then is no hit."""
 
     def start(self, request: Request, now_ns: int) -> Hit | None:
         manager = self._manager
@@ -59,19 +61,21 @@ class VllmCache:
             inner.block_hashes, request.prompt_tokens - 1
         )
         inner.append_output_token_ids([0] * request.output_tokens)  # now, so that room is asked for the output too
+        first = Hit(hit, max(hit, by_group[0]))
         found: dict[str, Any] = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
-        inner_end = hit
-        while inner_end < request.num_tokens:
-            bound = request.prompt_tokens if inner_end < request.prompt_tokens else request.num_tokens
-            count = min(self._chunk, bound - inner_end)
+        done = hit
+        while done < request.num_tokens:
+            bound = request.prompt_tokens if done < request.prompt_tokens else request.num_tokens
+            count = min(self._chunk, bound - done)
             if manager.allocate_slots(inner, count, full_sequence_must_fit=bool(found), **found) is None:
-                if found:
-                    return None
-                raise RuntimeError(f"no room for request {request.index}, though it was admitted")
-            inner_end += count
-            inner.num_computed_tokens, found = inner_end, {}
+                if not found:
+                    manager.free(inner)
+                    self._preempted.setdefault(request.index, first)
+                return None
+            done += count
+            inner.num_computed_tokens, found = done, {}
         self._running[request.index] = inner
-        return Hit(hit, max(hit, by_group[0]))
+        return self._preempted.pop(request.index, first)
 
     def end(self, request: Request, now_ns: int) -> None:
         self._manager.free(self._running.pop(request.index))

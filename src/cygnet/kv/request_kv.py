@@ -52,7 +52,7 @@ class RequestKV:
         self.key_floor = self.exact_from = self.num_computed = 0
 
     def message_blocks(self, block_size: int, num_tokens: int) -> tuple[int, ...]:
-        """Boundaries, in whole blocks of the first `num_tokens` tokens, at or below which a message begins; ascending."""
+        """Boundaries, in whole blocks of the first `num_tokens` tokens, at or below which a message begins."""
         boundaries = (start // block_size for start in self.message_starts if start < num_tokens)
         return tuple(dict.fromkeys(boundary for boundary in boundaries if boundary > 0))
 

@@ -8,9 +8,9 @@ at that age unused; of those that got that far, the share used again is the chan
     given up    |   0   |   1   |   1   |   3   |
 
 `rate` is then the best uses per second that keeping it for some time brings: the maximum, over how long to keep it, of
-(chance of use until then) / (time it takes up room until then). Where use gets less likely with age, that ranks by age as
-LRU does. Under a cyclic load, where all come again after the same time, what has just been used is the least worth: it
-comes again last.
+(chance of use until then) / (time it takes up room until then). Where use gets less likely with age, that ranks by age
+as LRU does. Under a cyclic load, where all come again after the same time, what has just been used is the least worth:
+it comes again last.
 """
 
 OCTAVES = 32
@@ -79,7 +79,11 @@ class ReuseModel:
 
 
 def rates(used: list[float], lost: list[float]) -> list[float]:
-    """Uses per second at the start of each octave. Where little is known, half of what is left is used per octave."""
+    """Uses per second at the start of each octave.
+
+    What was lost says nothing about later ages. There, and wherever nothing is known, half of what is left is taken to
+    be used per octave: hopeful, so that some of it is kept long enough to find out.
+    """
     chances, left = [0.0] * OCTAVES, 0.0
     for octave in range(OCTAVES - 1, -1, -1):
         left += used[octave] + lost[octave]
