@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from cygnet.base.threads import usable_cpus
-from cygnet.kv.manager import KVPolicy
+from cygnet.kv.policy import KVPolicy
 from peers import ROOT as PEERS
 from prefix_replay import replay
 from prefix_systems import BLOCK, CHUNK, PRO, UNIFORM, CygnetCache, InfiniteCache, System
@@ -72,9 +72,9 @@ class Load:
     """Budgets, as parts of the whole trace's full-attention KV."""
 
 
-PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-LOADS = [Load(AGENTIC, 40, 65536, PARTS), Load(MOONCAKE, 4000, 8192, PARTS)]
-QUICK = [Load(AGENTIC, 10, 65536, PARTS[-2:]), Load(MOONCAKE, 1500, 8192, PARTS[-2:])]
+PARTS = (1 / 10, 1 / 5, 2 / 5, 4 / 5)
+LOADS = [Load(AGENTIC, 20, 65536, PARTS), Load(MOONCAKE, 2500, 8192, PARTS)]
+QUICK = [Load(AGENTIC, 6, 65536, PARTS[1:3]), Load(MOONCAKE, 1000, 8192, PARTS[1:3])]
 
 
 def systems() -> list[System]:

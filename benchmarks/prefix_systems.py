@@ -6,7 +6,8 @@ from math import ceil
 from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.base.ids import BlockKey, RequestId
 from cygnet.kv.hashing import root_key
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.sizing import min_swa_blocks, plan_pools
 from prefix_replay import Hit

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.ids import NO_BLOCK, RequestId
 from cygnet.kv.hashing import root_key
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.reuse import ReusePlan
 from cygnet.kv.sizing import PoolSizes, min_swa_blocks

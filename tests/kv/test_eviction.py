@@ -12,7 +12,7 @@ from cygnet.base.errors import InvariantError
 from cygnet.base.ids import BlockKey, RequestId
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.eviction import Candidate, SampledSet, lru, value
-from cygnet.kv.manager import KVPolicy
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.prefix_tree import PrefixTree
 from kv.driver import ROOT, Driver
 from kv.shadow import make_geometry

@@ -3,7 +3,7 @@
 import pytest
 
 from cygnet.base.errors import ConfigError
-from cygnet.kv.manager import KVPolicy
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.retention import RETENTION_RULES, RetentionContext
 from kv.driver import Driver
 from kv.shadow import make_geometry

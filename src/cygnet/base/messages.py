@@ -31,7 +31,10 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush", array_like=True):
-    """Drop every cached block that no running request holds."""
+    """Drop every cached block of device and host that no running request holds."""
+
+    store: bool = False
+    """And all that the store has of this model."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
@@ -72,6 +75,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     error_type: str | None = None
     """Class of `base.errors` that the engine raised, when `error` is set."""
+    num_host_tokens: int = 0
+    """Those of `num_cached_tokens` that were loaded from host memory."""
+    num_store_tokens: int = 0
+    """Those that were fetched from the store for this sequence."""
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):

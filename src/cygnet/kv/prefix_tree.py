@@ -70,7 +70,7 @@ class PrefixTree:
         self.window_blocks = window_blocks
         self._full_pool = full_pool
         self._swa_pool = swa_pool
-        self._rebuild_tokens = rebuild_tokens
+        self.rebuild_tokens = rebuild_tokens
         self._policy = EVICTION_POLICIES.get(eviction)
         self._nodes: dict[BlockKey, Node] = {}
         self._leaves: SampledSet[Node] = SampledSet(seed)
@@ -80,6 +80,10 @@ class PrefixTree:
         self._victim: Node | None = None
         self._victim_access_ns = 0
         self._skip_epoch = 0
+        self.on_retain: Callable[[Node], None] | None = None
+        """Called with a node whose window is retained from now on."""
+        self.on_evict: Callable[[Node, int], None] | None = None
+        """Called with a node and the time before eviction takes its full block, or the window that ends with it."""
         self.num_evictable_full = 0
         self.num_evictable_swa = 0
         self.num_swa_blocks = 0
@@ -218,6 +222,8 @@ class PrefixTree:
             member.swa_marks += 1
         node.checkpoint = Checkpoint(node, self._nearest_checkpoint(node))
         self._checkpoints.add(node.checkpoint)
+        if self.on_retain is not None:
+            self.on_retain(node)
         return True
 
     def drop_checkpoint(self, node: Node) -> int:
@@ -256,7 +262,7 @@ class PrefixTree:
 
     def _nearest_checkpoint(self, node: Node) -> Checkpoint | None:
         """The nearest checkpoint above `node`, no farther than a rebuild would reach (beyond, its distance is moot)."""
-        reach = node.index + 1 if self._rebuild_tokens is None else self._rebuild_tokens // self.block_size + 1
+        reach = node.index + 1 if self.rebuild_tokens is None else self.rebuild_tokens // self.block_size + 1
         for member in node.path_up(reach):
             if member.checkpoint is not None and member is not node:
                 return member.checkpoint
@@ -278,6 +284,8 @@ class PrefixTree:
             if leaf is None or leaf not in self._leaves or leaf.last_access_ns != self._victim_access_ns:
                 leaf = self._pick_leaf(now_ns)
                 self._leaf_uses.lost(kind_of_leaf(leaf), now_ns - leaf.last_access_ns)
+            if self.on_evict is not None:
+                self.on_evict(leaf, now_ns)
             self._remove(leaf)
             count -= 1
             self._victim = leaf.parent
@@ -291,6 +299,8 @@ class PrefixTree:
         while count > 0:
             checkpoint = self._pick_window(now_ns)
             self._window_uses.lost(kind_of_window(checkpoint), now_ns - checkpoint.last_access_ns)
+            if self.on_evict is not None:
+                self.on_evict(checkpoint.node, now_ns)
             count -= self.drop_checkpoint(checkpoint.node)
             self.evicted_windows_total += 1
         return True
@@ -362,7 +372,7 @@ class PrefixTree:
         previous = checkpoint.live_previous()
         start = previous.node.index + 1 if previous else 0
         saving = (checkpoint.node.index + 1 - start) * self.block_size
-        return saving if self._rebuild_tokens is None else min(saving, self._rebuild_tokens)
+        return saving if self.rebuild_tokens is None else min(saving, self.rebuild_tokens)
 
     def audit(self) -> list[str]:
         """Recompute every derived quantity from the nodes alone; all discrepancies. O(nodes x window)."""

@@ -6,6 +6,7 @@ from math import ceil
 from cygnet.base.errors import ConfigError
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.units import format_bytes
+from cygnet.kv.transfers import object_bytes
 
 
 @dataclass(frozen=True)
@@ -103,3 +104,47 @@ def plan_pools(
 def _session_share(geometry: KVGeometry, session_tokens: int, windows: int) -> float:
     full = session_tokens * geometry.full.token_bytes
     return 1.0 - full / geometry.cached_bytes(session_tokens, windows)
+
+
+@dataclass(frozen=True)
+class HostSizes:
+    """Blocks per pool of the host tier."""
+
+    block_size: int
+    full_blocks: int
+    swa_blocks: int
+
+    def num_bytes(self, geometry: KVGeometry) -> int:
+        """Bytes of both pools, in objects as they are laid out there."""
+        return self.full_blocks * object_bytes(geometry.full, self.block_size) + self.swa_blocks * object_bytes(
+            geometry.swa, self.block_size
+        )
+
+
+def plan_host(
+    geometry: KVGeometry,
+    *,
+    block_size: int,
+    budget_bytes: int,
+    swa_share: float = 0.0,
+    session_tokens: int = 8192,
+    windows_per_session: int = 2,
+) -> HostSizes:
+    """Split the host tier's `budget_bytes` between its pools, by the shares that `plan_pools` uses.
+
+    Raises `ConfigError` below the smallest that can hold anything: one window, and the full KV of as many tokens.
+    """
+    full_block, swa_block = object_bytes(geometry.full, block_size), object_bytes(geometry.swa, block_size)
+    window = geometry.window_blocks(block_size)
+    least = (window + 1) * full_block + (window + 1) * swa_block
+    if budget_bytes < least:
+        raise ConfigError(
+            f"host cache {format_bytes(budget_bytes)} is below the minimum of {format_bytes(least)} ({least} bytes): "
+            "one window of both groups; raise --host-cache, or turn it off"
+        )
+    if not swa_block:
+        return HostSizes(block_size, budget_bytes // full_block, 0)
+    share = swa_share or _session_share(geometry, session_tokens, windows_per_session)
+    even = budget_bytes // (full_block + swa_block)
+    swa_blocks = max(window + 1, min(int(budget_bytes * share) // swa_block, even))
+    return HostSizes(block_size, (budget_bytes - swa_blocks * swa_block) // full_block, swa_blocks)
