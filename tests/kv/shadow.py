@@ -27,7 +27,7 @@ from cygnet.kv.sizing import PoolSizes, min_swa_blocks
 
 Tokens = tuple[int, ...]
 ROOT = root_key("shadow")
-ALL_RULES = ("prompt_end", "response_end", "branch", "geometric")
+ALL_RULES = ("prompt_end", "response_end", "branch", "geometric", "message")
 
 
 def make_geometry(window: int, swa_layers: int) -> KVGeometry:

@@ -77,6 +77,7 @@ class KVSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "response_end",
         "branch",
         "geometric",
+        "message",
     )
     eviction: Annotated[str, Meta(description="eviction policy: value or lru")] = "value"
     host_cache: Annotated[

@@ -22,6 +22,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     """Requests share cached prefixes only with requests of the same salt (tenant isolation)."""
     arrival_ns: int = 0
     """Set by the engine process on receipt when 0."""
+    message_starts: list[int] = []
+    """Tokens at which a chat's messages begin, but for the first; ascending, empty where that is unknown."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):

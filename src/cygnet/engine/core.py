@@ -88,7 +88,7 @@ class EngineCore:
         blocks. Changes nothing. Raises a `RequestError` if the request can never be served."""
         self._check(message)
         root = root_key(self._fingerprint, message.cache_salt)
-        kv = self.kv.new(RequestId(message.request_id), root, message.prompt_token_ids)
+        kv = self.kv.new(RequestId(message.request_id), root, message.prompt_token_ids, message.message_starts)
         return PreparedRequest(message, kv)
 
     def add_prepared(self, prepared: PreparedRequest, now_ns: int) -> None:

@@ -85,9 +85,14 @@ class KVManager:
 
     # ------------------------------------------------------------ admission
 
-    def new(self, request_id: RequestId, root: BlockKey, token_ids: Sequence[int]) -> RequestKV:
-        """The (empty) KV of a request that is not admitted yet, with the keys of its tokens computed."""
-        kv = RequestKV(request_id, root)
+    def new(
+        self, request_id: RequestId, root: BlockKey, token_ids: Sequence[int], message_starts: Sequence[int] = ()
+    ) -> RequestKV:
+        """The (empty) KV of a request that is not admitted yet, with the keys of its tokens computed.
+
+        `message_starts`: tokens at which the chat's messages begin, ascending, where that is known.
+        """
+        kv = RequestKV(request_id, root, message_starts=tuple(message_starts))
         extend_keys(kv.keys, root, token_ids, self.block_size, len(token_ids))
         return kv
 
@@ -148,6 +153,7 @@ class KVManager:
         if full_room > self.available_full or swa_room > self.available_swa:
             self._unlock(kv)
             return False
+        kv.turns = self._count_turns(kv, plan, now_ns)
         if plan.num_full_loads or plan.num_swa_loads:
             self._load_prefix(kv, plan, now_ns)
         for node in kv.nodes:
@@ -162,6 +168,14 @@ class KVManager:
         if self._tiers is not None and kv.nodes:
             self._tiers.reused(kv.nodes[-1], resumed, now_ns)
         return True
+
+    def _count_turns(self, kv: RequestKV, plan: ReusePlan, now_ns: int) -> int:
+        """The turns of `kv`'s sequence, this one included; it goes on from others if it reuses half of its tokens."""
+        if 2 * plan.num_full_blocks * self.block_size <= plan.num_tokens:
+            return 1
+        trees = [self.tree] if self.host is None else [self.tree, self.host.tree]
+        tips = [(tree, node) for tree in trees if (node := tree.get(kv.keys[plan.num_full_blocks - 1])) is not None]
+        return 1 + max(tree.note_use(node, now_ns) for tree, node in tips)
 
     def _lock_prefix(self, kv: RequestKV, plan: ReusePlan) -> None:
         """Lock what `plan` reuses of the device's blocks; gaps that it loads are left open."""
@@ -193,6 +207,7 @@ class KVManager:
         blocks = self._obtain_full(len(loaded), now_ns)
         for index, block in zip(loaded, blocks, strict=True):
             node = self.tree.insert(kv.keys[index], kv.nodes[-1] if kv.nodes else None, block, now_ns)
+            node.turns = kv.turns
             self.tree.lock(node)
             kv.nodes.append(node)
         kv.full_blocks += blocks
@@ -214,6 +229,7 @@ class KVManager:
             num_safe_blocks=plan.num_safe_blocks,
             diverges=full > 0 and kv.nodes[full - 1].num_children > 0,
             window_blocks=self.tree.window_blocks,
+            message_blocks=kv.message_blocks(self.block_size, plan.num_tokens),
         )
         # The start itself too: its window is live now, but maybe only as long as another request runs.
         first = max(1, plan.start // self.block_size)
@@ -307,6 +323,7 @@ class KVManager:
         if node is None:
             parent = kv.nodes[-1] if kv.nodes else None
             node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns)
+            node.turns = kv.turns
         else:
             kv.private_full.add(index)
         self.tree.lock(node)

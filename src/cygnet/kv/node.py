@@ -27,6 +27,7 @@ class Node:
         "swa_locks",
         "swa_marks",
         "swa_stored_ns",
+        "turns",
     )
 
     def __init__(self, key: BlockKey, parent: "Node | None", index: int, full_block: BlockId, now_ns: int) -> None:
@@ -42,6 +43,8 @@ class Node:
         self.checkpoint: Checkpoint | None = None
         self.last_access_ns = now_ns
         self.hits = 0
+        self.turns = 1
+        """How many requests in a row went on from one another to compute this block."""
         self.skip: Node | None = None
         self.skip_epoch = -1
         """No node between this one and its ancestor `skip` has SWA KV, as long as the tree is in this epoch."""

@@ -13,7 +13,7 @@ class KVPolicy:
 
     prefix_cache: bool = True
     rebuild: bool = True
-    retention: tuple[str, ...] = ("prompt_end", "response_end", "branch", "geometric")
+    retention: tuple[str, ...] = ("prompt_end", "response_end", "branch", "geometric", "message")
     eviction: str = "value"
     track_freed: bool = False
     """Remember freed blocks for `take_freed` (NaN poison)."""

@@ -19,7 +19,7 @@ def audit_requests(
     for kv in requests:
         full += kv.owned_full()
         swa += kv.owned_swa()
-        faults += _check_tables(kv)
+        faults += kv.audit()
     return faults + _check_owners(full_pool, full) + _check_owners(swa_pool, swa) + _check_locks(tree, requests)
 
 
@@ -41,23 +41,4 @@ def _check_locks(tree: PrefixTree, requests: Sequence[RequestKV]) -> list[str]:
             faults.append(f"node {node.index}: {node.locks} locks, {locks[id(node)]} requests hold it")
         if node.swa_locks != swa_locks[id(node)]:
             faults.append(f"node {node.index}: {node.swa_locks} SWA locks, {swa_locks[id(node)]} holders")
-    return faults
-
-
-def _check_tables(kv: RequestKV) -> list[str]:
-    name = f"request {kv.request_id}"
-    faults = [
-        f"{name}: block {i} is not its node's"
-        for i, node in enumerate(kv.nodes)
-        if i not in kv.private_full and kv.full_blocks[i] != node.full_block
-    ]
-    faults += [
-        f"{name}: SWA block {i} is not its node's" for i in kv.shared_swa() if kv.swa_blocks[i] != kv.nodes[i].swa_block
-    ]
-    if any(block != NO_BLOCK for block in kv.swa_blocks[: kv.live_from]):
-        faults.append(f"{name}: live SWA blocks out of its window")
-    if any(block == NO_BLOCK for block in kv.swa_blocks[kv.live_from :]):
-        faults.append(f"{name}: holes in its SWA window")
-    if any(index < kv.live_from or index >= kv.swa_published for index in kv.private_swa):
-        faults.append(f"{name}: counts SWA blocks as private that are gone or not published")
     return faults

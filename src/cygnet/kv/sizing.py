@@ -64,9 +64,9 @@ def plan_pools(
 ) -> PoolSizes:
     """Split `budget_bytes` between the full and the SWA pool.
 
-    The SWA pool gets `swa_share` of the budget or, when that is 0, the share it has in a cached session of
-    `session_tokens` tokens with `windows_per_session` retained windows; never less than one request's window + chunk +
-    one block, never more than the full pool's tokens could use. `max_model_len` 0 means as long as the model and the
+    The SWA pool gets one request's window + chunk + one block, and of what then remains `swa_share` or, when that is
+    0, the share that windows have in a cached session of `session_tokens` tokens with `windows_per_session` of them;
+    never more than the full pool's tokens could use. `max_model_len` 0 means as long as the model and the
     full pool allow; a given one must fit. Raises `ConfigError` naming the smallest budget that works.
     """
     if max_model_len > model_max_len:
@@ -91,7 +91,8 @@ def plan_pools(
         full_blocks, swa_blocks = budget_bytes // full_block, 0
     else:
         share = swa_share or _session_share(geometry, session_tokens, windows_per_session)
-        swa_blocks = max(needed_swa, int(budget_bytes * share) // swa_block)
+        # On top of what a step works in: else a small budget would have no room for a window that stays.
+        swa_blocks = needed_swa + int((budget_bytes - needed_swa * swa_block) * share) // swa_block
         swa_blocks = min(swa_blocks, (budget_bytes - needed_full * full_block) // swa_block)
         # Beyond one SWA block per full block nothing could be mapped to it.
         even = budget_bytes // (full_block + swa_block)

@@ -19,7 +19,7 @@ from typing import Protocol
 from cygnet.base.errors import InvariantError
 from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey
 from cygnet.kv.host_tier import HostTier, Pin
-from cygnet.kv.node import Node
+from cygnet.kv.node import NEVER, Node
 from cygnet.kv.policy import TierPolicy
 from cygnet.kv.prefix_tree import PrefixTree
 from cygnet.kv.transfers import Copies, Pair, StepTransfers
@@ -74,6 +74,9 @@ class Tiers:
         self.loaded_blocks_total = self.saved_blocks_total = self.refused_blocks_total = 0
         device.on_evict = self._evicting if policy.write != "selective" else None
         device.on_retain = self._retained if policy.write == "through" else None
+        device.is_backed = self._in_host
+        if store is not None:
+            host.tree.is_backed = _in_store
 
     # ------------------------------------------------------------------- loads
 
@@ -137,6 +140,10 @@ class Tiers:
     def _retained(self, node: Node) -> None:
         self._windows[node] = None
 
+    def _in_host(self, node: Node, window: bool) -> bool:
+        below = self.host.tree.get(node.key)
+        return below is not None and (not window or below.checkpoint is not None)
+
     def _worth_writing(self, node: Node) -> bool:
         return self._policy.write != "selective" or node.hits >= self._policy.write_hits
 
@@ -167,7 +174,7 @@ class Tiers:
             return parent
         self._pins.append(self.host.pin(made[-1], window=False))
         for above, copy in zip(missing, made, strict=False):
-            copy.last_access_ns, copy.hits = above.last_access_ns, above.hits
+            copy.last_access_ns, copy.hits, copy.turns = above.last_access_ns, above.hits, above.turns
             out.full.append((above.full_block, copy.full_block))
         self._written[made[-1]] = None
         return made[-1]
@@ -245,3 +252,8 @@ class Tiers:
         """All discrepancies of the host tier, and copies left over; between steps."""
         left = len(self._pins) + len(self._loads.full) + len(self._loads.swa)
         return self.host.audit() + ([f"{left} loads or pins are left over from a step"] if left else [])
+
+
+def _in_store(node: Node, window: bool) -> bool:
+    """As far as is known: the store may have lost it since."""
+    return (node.swa_stored_ns if window else node.stored_ns) != NEVER
