@@ -118,7 +118,7 @@ async def test_metrics_parse_and_count() -> None:
         assert samples[("vllm:inter_token_latency_seconds_count",)] == 6
         assert samples[("vllm:request_time_per_output_token_seconds_count",)] == 3
         assert samples[("vllm:num_requests_running",)] == 0
-        assert samples[("cygnet:pool_blocks", ("pool", "swa"), ("state", "free"))] == 40
+        assert samples[("cygnet:pool_blocks", ("group", "swa"), ("state", "free"), ("tier", "device"))] == 40
         assert samples[("cygnet:http_requests_total", ("route", "/v1/completions"), ("status", "400"))] == 1
         assert samples[("cygnet:http_requests_total", ("route", "other"), ("status", "404"))] == 1
         assert not any("made-up" in str(key) for key in samples)
@@ -128,10 +128,12 @@ def test_catalogue_covers_every_statistic() -> None:
     """Each field of the engine's snapshot moves some metric."""
     names = [metric.name for metric in CATALOGUE]
     assert len(names) == len(set(names))
-    baseline = Exposition(EngineStats, Recorder(RECORDED), "m").render()
     pool = PoolStats(num_blocks=10, free=3, used=4, cached=3, block_bytes=5)
+    pools = {"full", "swa", "host_full", "host_swa"}
+    baseline = Exposition(lambda: EngineStats(full=pool, swa=pool), Recorder(RECORDED), "m").render()
+    other = PoolStats(num_blocks=11, free=3, used=4, cached=4, block_bytes=5)
     for name in EngineStats.__struct_fields__:
-        changed = EngineStats(**{name: pool if name in ("full", "swa") else 7})
+        changed = EngineStats(**{"full": pool, "swa": pool, name: other if name in pools else 7})
         if name == "last_step_tokens":
             continue  # the page's business: as a metric, it is covered by count and sum of steps
         assert Exposition(lambda c=changed: c, Recorder(RECORDED), "m").render() != baseline, name  # type: ignore[misc]

@@ -1,0 +1,211 @@
+"""What is cached where, as a report. Looks at both trees and changes nothing.
+
+A *sequence* is a path from the root to a block that none goes on from in either tree. The trees overlap and are each
+closed under prefixes, so what a tier has of a sequence is a prefix of it:
+
+    device   b0 ── b1 ── b2                        3 blocks on the device
+    host     b0 ── b1 ── b2 ── b3 ── b4            5 in the host: one sequence, 5 blocks long
+                    └─── c2                        another one, which leaves the first after 2 blocks
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+from cygnet.base.cache_report import CacheReport, PoolReport, SequenceReport, WindowReport
+from cygnet.base.ids import BlockKey
+from cygnet.kv.manager import KVManager
+from cygnet.kv.node import NEVER, Node
+from cygnet.kv.prefix_tree import PrefixTree
+
+KEY_DIGITS = 12
+MOST_NODES = 50_000
+"""After so many blocks no further sequence is described: a step waits meanwhile."""
+
+
+def inspect_cache(kv: KVManager, limit: int, now_ns: int) -> CacheReport:
+    """The pools, and the `limit` sequences used last (fewer where they are very long).
+
+    O(leaves) to find them, and then O(blocks) of those described, each block once however many sequences share it.
+    """
+    tips = _tips(kv)
+    walk = _Walk(kv.tree, kv.host.tree if kv.host is not None else None, kv.block_size, now_ns)
+    sequences: list[SequenceReport] = []
+    for tip in heapq.nlargest(limit, tips, key=_Place.last_access_ns):
+        if walk.num_nodes >= MOST_NODES:
+            break
+        sequences.append(walk.describe(tip))
+    return CacheReport(
+        block_size=kv.block_size,
+        window=kv.geometry.window,
+        tiers=tiers_of(kv),
+        pools=_pools(kv),
+        num_sequences=len(tips),
+        sequences=tuple(sequences),
+    )
+
+
+def tiers_of(kv: KVManager) -> tuple[str, ...]:
+    """Where KV is cached, from the top down."""
+    return ("device", *(("host",) if kv.host is not None else ()), *(("store",) if kv.store is not None else ()))
+
+
+def _pools(kv: KVManager) -> tuple[PoolReport, ...]:
+    pools = [("device", kv.pool_stats())]
+    if kv.host is not None:
+        pools.append(("host", kv.host.pool_stats()))
+    return tuple(
+        PoolReport(
+            tier=tier,
+            group=group,
+            num_blocks=pool.num_blocks,
+            used=pool.used,
+            cached=pool.cached,
+            free=pool.free,
+            block_bytes=pool.block_bytes,
+        )
+        for tier, (full, swa) in pools
+        for group, pool in (("full", full), ("swa", swa))
+        if pool.num_blocks
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One block of a sequence: its node in each tree that has it."""
+
+    device: Node | None
+    host: Node | None
+
+    def any(self) -> Node:
+        """Either node."""
+        node = self.device if self.device is not None else self.host
+        assert node is not None
+        return node
+
+    def last_access_ns(self) -> int:
+        return max(node.last_access_ns for node in (self.device, self.host) if node is not None)
+
+    def has_children(self) -> bool:
+        return any(node is not None and node.num_children > 0 for node in (self.device, self.host))
+
+    def branches(self, below: "_Place") -> bool:
+        """Whether a block other than `below` goes on from here."""
+        return any(
+            node is not None and node.num_children > (child is not None)
+            for node, child in ((self.device, below.device), (self.host, below.host))
+        )
+
+
+def _tips(kv: KVManager) -> list[_Place]:
+    """Last blocks of all sequences."""
+    leaves = [*kv.tree.leaves(), *kv.tips()]
+    if kv.host is not None:
+        leaves += [*kv.host.tree.leaves(), *kv.host.tips()]
+    places = []
+    for key in {leaf.key: None for leaf in leaves}:
+        place = _Place(kv.tree.get(key), kv.host.tree.get(key) if kv.host is not None else None)
+        if not place.has_children():
+            places.append(place)
+    return places
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is known of one sequence, in blocks."""
+
+    device: int = 0
+    host: int = 0
+    store: int = 0
+    shared: int = 0
+    first: Node | None = None
+    """Of its first block."""
+    windows: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """Ends and tiers, the last window first."""
+
+    def see(self, place: _Place, end: int) -> None:
+        """Take in one block; blocks come last first."""
+        device, host = place.device, place.host
+        if device is not None:
+            self.device = self.device or end
+        stored = False
+        if host is not None:
+            self.host = self.host or end
+            if host.stored_ns != NEVER:
+                self.store = self.store or end
+            stored = host.swa_stored_ns != NEVER
+        kept = {"device": device, "host": host}
+        tiers = tuple(tier for tier, node in kept.items() if node is not None and node.checkpoint is not None)
+        if tiers:
+            self.windows.append((end, (*tiers, "store") if stored else tiers))
+
+    def inherit(self, other: "_Sequence", end: int) -> None:
+        """The first `end` blocks are those of `other`."""
+        self.device = self.device or min(end, other.device)
+        self.host = self.host or min(end, other.host)
+        self.store = self.store or min(end, other.store)
+        self.windows += [window for window in other.windows if window[0] <= end]
+        self.first = other.first
+
+
+class _Walk:
+    """Describes sequences, one after another; blocks that one before has seen are not walked again."""
+
+    def __init__(self, device: PrefixTree, host: PrefixTree | None, block_size: int, now_ns: int) -> None:
+        self._device, self._host = device, host
+        self._block_size = block_size
+        self._now_ns = now_ns
+        self._seen: dict[BlockKey, _Sequence] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        """Blocks walked so far."""
+        return len(self._seen)
+
+    def describe(self, tip: _Place) -> SequenceReport:
+        """The sequence that ends with `tip`."""
+        sequence, own = self._climb(tip)
+        size = self._block_size
+        nodes = [node for node in (own.device, own.host) if node is not None]
+        assert sequence.first is not None
+        return SequenceReport(
+            key=_shown(tip.any().key),
+            prefix=_shown(sequence.first.key),
+            num_tokens=(tip.any().index + 1) * size,
+            device_tokens=sequence.device * size,
+            host_tokens=sequence.host * size,
+            store_tokens=sequence.store * size,
+            windows=tuple(WindowReport(end * size, tiers) for end, tiers in reversed(sequence.windows)),
+            shared_tokens=sequence.shared * size,
+            reuses=max(node.hits for node in nodes),
+            num_running=own.device.locks if own.device is not None else 0,
+            age_s=round(max(0, self._now_ns - tip.last_access_ns()) / 1e9, 1),
+        )
+
+    def _climb(self, tip: _Place) -> tuple[_Sequence, _Place]:
+        """What is to be known of a sequence, and the first block that it shares with no other."""
+        sequence, own, place, below = _Sequence(), tip, tip, None
+        while True:
+            node = place.any()
+            end = node.index + 1
+            if below is not None and not sequence.shared and place.branches(below):
+                sequence.shared, own = end, below
+            if (other := self._seen.get(node.key)) is not None:
+                sequence.inherit(other, end)
+                return sequence, own
+            self._seen[node.key] = sequence
+            sequence.see(place, end)
+            if node.parent is None:
+                sequence.first = node
+                return sequence, own if sequence.shared else place
+            below, place = place, self._above(place, node.parent)
+
+    def _above(self, place: _Place, parent: Node) -> _Place:
+        """The block before `place`, of which `parent` is the node in one of the trees."""
+        device = place.device.parent if place.device is not None else self._device.get(parent.key)
+        if place.host is not None:
+            return _Place(device, place.host.parent)
+        return _Place(device, self._host.get(parent.key) if self._host is not None else None)
+
+
+def _shown(key: BlockKey) -> str:
+    return key.hex()[:KEY_DIGITS]
