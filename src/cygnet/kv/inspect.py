@@ -17,7 +17,7 @@ from cygnet.kv.manager import KVManager
 from cygnet.kv.node import NEVER, Node
 from cygnet.kv.prefix_tree import PrefixTree
 
-KEY_DIGITS = 12
+KEY_DIGITS = 8
 MOST_NODES = 50_000
 """After so many blocks no further sequence is described: a step waits meanwhile."""
 
