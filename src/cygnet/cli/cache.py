@@ -96,7 +96,8 @@ def _print_report(console: "Console", report: "CacheReport") -> None:
         console.print("\nnothing is cached")
         return
     shown = len(report.sequences)
-    console.print(f"\n{_count(report.num_sequences, 'sequence')}, the last used {shown} of them:", style="bold")
+    rest = f", the {shown:,} used last:" if shown < report.num_sequences else ":"
+    console.print(f"\n{_count(report.num_sequences, 'sequence')}{rest}", style="bold")
     console.print(_sequence_table(report.sequences))
     console.print(LEGEND, style="dim")
 
@@ -130,7 +131,7 @@ def _sequence_table(sequences: Iterable["SequenceReport"]) -> "Table":
     """Sequences that begin alike stand together, below the key of their first block."""
     from rich.text import Text
 
-    columns = ("sequence", "tokens", "device", "host", "store", "shared", "reuses", "runs", "age")
+    columns = ("sequence", "tokens", "device", "host", "store", "shared", "reuses", "running", "age")
     table = _table(*columns, left=1)
     table.padding = (0, 1, 0, 0)
     table.add_column("windows", overflow="fold")
@@ -141,8 +142,8 @@ def _sequence_table(sequences: Iterable["SequenceReport"]) -> "Table":
         table.add_row(Text(prefix, style="bold"))
         for one in members:
             lengths = (one.num_tokens, one.device_tokens, one.host_tokens, one.store_tokens, one.shared_tokens)
-            runs = str(one.num_running or "-")
-            numbers = (*(f"{length:,}" for length in lengths), f"{one.reuses:,}", runs, format_age(one.age_s))
+            running = str(one.num_running or "-")
+            numbers = (*(f"{length:,}" for length in lengths), f"{one.reuses:,}", running, format_age(one.age_s))
             table.add_row(f" {one.key}", *numbers, format_windows(one.windows))
     return table
 
