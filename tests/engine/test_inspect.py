@@ -144,17 +144,10 @@ def test_long_sequences_are_not_walked_for_ever(monkeypatch: pytest.MonkeyPatch)
     bench = TierBench(full_blocks=100, max_model_len=100)
     for value in (3, 4, 5):
         bench.ask(f"ask {value}", [*PROMPT[:40], *[value] * 20])
-    looked = 0
-    see = inspect._Sequence.see
-
-    def count(self: inspect._Sequence, place: inspect._Place, end: int) -> None:
-        nonlocal looked
-        looked += 1
-        see(self, place, end)
-
-    monkeypatch.setattr(inspect._Sequence, "see", count)
-    assert len(report(bench).sequences) == 3
-    assert looked == len(bench.kv.host.tree)
+    walk = inspect._Walk(bench.kv.tree, bench.kv.host.tree, SIZE, bench.now)
+    for tip in inspect._tips(bench.kv):
+        walk.describe(tip)
+    assert walk.num_nodes == len(bench.kv.host.tree) == 10 + 3 * 5
     monkeypatch.setattr(inspect, "MOST_NODES", 18)
     seen = report(bench)
     assert (len(seen.sequences), seen.num_sequences) == (2, 3)

@@ -18,7 +18,7 @@ from cygnet.kv.node import NEVER, Node
 from cygnet.kv.prefix_tree import PrefixTree
 
 KEY_DIGITS = 8
-MOST_NODES = 50_000
+MOST_NODES = 30_000
 """After so many blocks no further sequence is described: a step waits meanwhile."""
 
 
@@ -88,13 +88,6 @@ class _Place:
     def has_children(self) -> bool:
         return any(node is not None and node.num_children > 0 for node in (self.device, self.host))
 
-    def branches(self, below: "_Place") -> bool:
-        """Whether a block other than `below` goes on from here."""
-        return any(
-            node is not None and node.num_children > (child is not None)
-            for node, child in ((self.device, below.device), (self.host, below.host))
-        )
-
 
 def _tips(kv: KVManager) -> list[_Place]:
     """Last blocks of all sequences."""
@@ -122,21 +115,21 @@ class _Sequence:
     windows: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     """Ends and tiers, the last window first."""
 
-    def see(self, place: _Place, end: int) -> None:
+    def see(self, device: Node | None, host: Node | None, end: int) -> None:
         """Take in one block; blocks come last first."""
-        device, host = place.device, place.host
+        on_device = on_host = False
         if device is not None:
             self.device = self.device or end
-        stored = False
+            on_device = device.checkpoint is not None
         if host is not None:
             self.host = self.host or end
-            if host.stored_ns != NEVER:
-                self.store = self.store or end
-            stored = host.swa_stored_ns != NEVER
-        kept = {"device": device, "host": host}
-        tiers = tuple(tier for tier, node in kept.items() if node is not None and node.checkpoint is not None)
-        if tiers:
-            self.windows.append((end, (*tiers, "store") if stored else tiers))
+            on_host = host.checkpoint is not None
+            if not self.store and host.stored_ns != NEVER:
+                self.store = end
+        if on_device or on_host:
+            in_store = host is not None and host.swa_stored_ns != NEVER
+            there = (("device", on_device), ("host", on_host), ("store", in_store))
+            self.windows.append((end, tuple(tier for tier, is_there in there if is_there)))
 
     def inherit(self, other: "_Sequence", end: int) -> None:
         """The first `end` blocks are those of `other`."""
@@ -155,11 +148,8 @@ class _Walk:
         self._block_size = block_size
         self._now_ns = now_ns
         self._seen: dict[BlockKey, _Sequence] = {}
-
-    @property
-    def num_nodes(self) -> int:
+        self.num_nodes = 0
         """Blocks walked so far."""
-        return len(self._seen)
 
     def describe(self, tip: _Place) -> SequenceReport:
         """The sequence that ends with `tip`."""
@@ -183,28 +173,34 @@ class _Walk:
 
     def _climb(self, tip: _Place) -> tuple[_Sequence, _Place]:
         """What is to be known of a sequence, and the first block that it shares with no other."""
-        sequence, own, place, below = _Sequence(), tip, tip, None
-        while True:
-            node = place.any()
+        sequence, own, seen = _Sequence(), tip, self._seen
+        device, host = tip.device, tip.host
+        device_below: Node | None = None
+        host_below: Node | None = None
+        while (node := device if device is not None else host) is not None:
             end = node.index + 1
-            if below is not None and not sequence.shared and place.branches(below):
-                sequence.shared, own = end, below
-            if (other := self._seen.get(node.key)) is not None:
+            if not sequence.shared and (
+                (device is not None and device.num_children > (device_below is not None))
+                or (host is not None and host.num_children > (host_below is not None))
+            ):
+                sequence.shared, own = end, _Place(device_below, host_below)
+            if (other := seen.get(node.key)) is not None:
                 sequence.inherit(other, end)
                 return sequence, own
-            self._seen[node.key] = sequence
-            sequence.see(place, end)
-            if node.parent is None:
-                sequence.first = node
-                return sequence, own if sequence.shared else place
-            below, place = place, self._above(place, node.parent)
+            self.num_nodes += 1
+            seen[node.key] = sequence
+            sequence.see(device, host, end)
+            sequence.first = node
+            parent, device_below, host_below = node.parent, device, host
+            device, host = self._above(device, parent, self._device), self._above(host, parent, self._host)
+        return sequence, own if sequence.shared else _Place(device_below, host_below)
 
-    def _above(self, place: _Place, parent: Node) -> _Place:
-        """The block before `place`, of which `parent` is the node in one of the trees."""
-        device = place.device.parent if place.device is not None else self._device.get(parent.key)
-        if place.host is not None:
-            return _Place(device, place.host.parent)
-        return _Place(device, self._host.get(parent.key) if self._host is not None else None)
+    @staticmethod
+    def _above(node: Node | None, parent: Node | None, tree: PrefixTree | None) -> Node | None:
+        """The node of `tree` before `node`, if it has one; `parent` is that node in this or the other tree."""
+        if node is not None:
+            return node.parent
+        return tree.get(parent.key) if tree is not None and parent is not None else None
 
 
 def _shown(key: BlockKey) -> str:
