@@ -61,7 +61,7 @@ def test_pools_in_blocks_tokens_and_bytes(invoke: Any, fake: FakeOpenAI) -> None
     assert rows[0] == ["tier", "group", "used", "cached", "free", "capacity"]
     assert rows[1] == ["device", "full", "blocks", "3", "100", "1,000", "1,103"]
     assert rows[2] == ["tokens", "48", "1,600", "16,000", "17,648"]
-    assert rows[3] == ["bytes", "3", "MiB", "100", "MiB", "1e+03", "MiB", "1.08", "GiB"]
+    assert rows[3] == ["bytes", "3", "MiB", "100", "MiB", "1000", "MiB", "1.08", "GiB"]
     assert rows[4][:3] == ["swa", "blocks", "1"]
     assert rows[7][:3] == ["host", "full", "blocks"]
 
