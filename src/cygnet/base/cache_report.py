@@ -81,8 +81,3 @@ class FlushReport(msgspec.Struct, frozen=True):
     """Blocks of full-attention KV that stayed on device and host, as requests or copies use them."""
     store: bool = False
     """Whether the store has been told to give up all that it has of this model."""
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Blocks of full-attention KV dropped on device and host."""
-        return self.device_blocks, self.host_blocks

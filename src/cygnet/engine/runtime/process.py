@@ -157,7 +157,8 @@ class EngineLoop:
                 self._outputs += self._engine.abort(request_ids)
             case FlushCache(store, ticket):
                 dropped = self._engine.flush_cache(store=store)
-                log.info("cache flushed: %d blocks dropped on device, %d in host memory", *dropped.blocks)
+                device, host = dropped.device_blocks, dropped.host_blocks
+                log.info("cache flushed: %d blocks dropped on the device, %d in host memory", device, host)
                 self._tell(CacheFlushed(ticket, dropped))
             case InspectCache(limit, ticket):
                 self._tell(CacheInspected(ticket, self._engine.inspect_cache(limit)))
