@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cygnet.cli.bench.command import bench_app
+from cygnet.cli.cache import cache_app
 from cygnet.cli.chat import chat
 from cygnet.cli.config import config_app
 from cygnet.cli.doctor import doctor
@@ -46,6 +47,7 @@ def root(
 
 app.command()(serve)
 app.command()(chat)
+app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.command()(doctor)
