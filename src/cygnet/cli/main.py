@@ -10,6 +10,7 @@ from cygnet.cli.bench.command import bench_app
 from cygnet.cli.chat import chat
 from cygnet.cli.config import config_app
 from cygnet.cli.doctor import doctor
+from cygnet.cli.plan import plan
 from cygnet.cli.serve import serve
 from cygnet.version import __version__
 
@@ -46,6 +47,7 @@ def root(
 
 app.command()(serve)
 app.command()(chat)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.command()(doctor)
