@@ -8,7 +8,7 @@ of the pieces' tokens would: pieces of one key have the same tokens, of differen
     blocks    system 0-63 | system 64-99, question-7 0-27 | (question-7 28-59: no whole block, no key)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -27,13 +27,14 @@ class KeyChain:
     block.
     """
 
-    def __init__(self, root: BlockKey, block_size: int) -> None:
-        self.keys: list[BlockKey] = []
+    def __init__(self, root: BlockKey, block_size: int, keys: Sequence[BlockKey] = ()) -> None:
+        """The sequence whose blocks have `keys`, and no tokens after them."""
+        self.keys = list(keys)
+        self.num_tokens = len(self.keys) * block_size
         self._root = root
         self._block_size = block_size
         self._rest: list[tuple[str, int, int]] = []
         self._missing = block_size
-        self.num_tokens = 0
 
     def extend(self, pieces: Iterable[Piece]) -> None:
         """Append pieces. O(blocks), less for pieces seen before in the same place."""
