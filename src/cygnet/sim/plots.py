@@ -4,8 +4,11 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from cygnet.base.errors import ConfigError
 from cygnet.sim.planner import ContextCost, Plan
+from cygnet.sim.results import Column, time_per_output_token
 
 FORMATS = ("svg", "png", "pdf")
 
@@ -73,3 +76,49 @@ def _against_context(
     axis.set_xlabel("context (tokens)")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
+
+
+def latencies(columns: dict[str, Column], form: str) -> bytes:
+    """Which part of the requests had their first token, and their tokens, within a time."""
+    check_format(form)
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    ttft = (columns["first_ns"] - columns["arrival_ns"]) / 1e9
+    tpot = time_per_output_token(columns) / 1e6
+    for axis, values, label in ((axes[0], ttft, "time to first token (s)"), (axes[1], tpot, "time per token (ms)")):
+        axis.ecdf(np.maximum(values, 1e-6))
+        axis.set_xscale("log")
+        axis.set_xlabel(label)
+        axis.set_ylabel("part of the requests within it")
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+    return image(figure, form)
+
+
+def over_time(columns: dict[str, Column], form: str, *, bins: int = 60) -> bytes:
+    """Prompt tokens per second of arrivals, split by where they came from; median and 90th percentile of TTFT."""
+    check_format(form)
+    pyplot = load_pyplot()
+    arrival = columns["arrival_ns"] / 1e9
+    edges = np.linspace(arrival.min(), max(arrival.max(), arrival.min() + 1e-3), bins + 1)
+    width = edges[1] - edges[0]
+    cached, _ = np.histogram(arrival, edges, weights=columns["cached_tokens"])
+    prompt, _ = np.histogram(arrival, edges, weights=columns["prompt_tokens"])
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    axes[0].stackplot(
+        edges[:-1], cached / width, (prompt - cached) / width, labels=("from the cache", "computed"), step="post"
+    )
+    axes[0].set_ylabel("prompt tokens per second")
+    axes[0].legend(fontsize=8, frameon=False)
+    ttft = (columns["first_ns"] - columns["arrival_ns"]) / 1e9
+    place = np.clip(np.digitize(arrival, edges) - 1, 0, bins - 1)
+    filled = [index for index in range(bins) if (place == index).any()]
+    for percent, label in ((50, "P50"), (90, "P90")):
+        axes[1].plot(edges[filled], [np.percentile(ttft[place == index], percent) for index in filled], label=label)
+    axes[1].set_ylabel("time to first token (s)")
+    axes[1].set_ylim(bottom=0)
+    axes[1].legend(fontsize=8, frameon=False)
+    for axis in axes:
+        axis.set_xlabel("arrival (s)")
+        axis.grid(alpha=0.3)
+    return image(figure, form)

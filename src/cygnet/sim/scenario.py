@@ -109,13 +109,16 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0, description="of all that is random")] = 0
 
 
-def parse_scenario(text: str, where: str) -> Scenario:
-    """Read a TOML document; `where` names it in errors. Settings it leaves out keep this module's defaults, which for
-    `[kv]` and `[engine]` suit accelerators: blocks of 64, 256 sequences, steps of 8,192 tokens."""
+def parse_scenario(text: str, where: str, sets: Iterable[str] = ()) -> Scenario:
+    """Read a TOML document; `where` names it in errors, `sets` are `path=value` strings that overrule it. Settings left
+    out keep this module's defaults, which for `[kv]` and `[engine]` suit accelerators: blocks of 64, 256 sequences,
+    steps of 8,192 tokens. Raises `ConfigError`."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"scenario {where} is not valid TOML: {error}") from None
+    for item in sets:
+        _put(document, item)
     defaults = msgspec.to_builtins(Scenario())
     _check_names(document, defaults, where, "")
     for section in ("kv", "engine"):
@@ -125,6 +128,22 @@ def parse_scenario(text: str, where: str) -> Scenario:
         return msgspec.convert(document, Scenario)
     except msgspec.ValidationError as error:
         raise ConfigError(f"scenario {where}: {error}") from None
+
+
+def _put(document: dict[str, Any], item: str) -> None:
+    """Lay one `a.b=c` over the document; the value is read as TOML where it is TOML."""
+    path, eq, text = item.partition("=")
+    if not eq:
+        raise ConfigError(f"--set {item!r} needs the form path=value, for example --set fleet.workers=8")
+    *sections, name = path.strip().split(".")
+    for section in sections:
+        document = document.setdefault(section, {})
+        if not isinstance(document, dict):
+            raise ConfigError(f"--set {item!r}: {section} is no section")
+    try:
+        document[name] = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        document[name] = text
 
 
 def _check_names(given: dict[str, Any], known: dict[str, Any], where: str, path: str) -> None:
