@@ -82,12 +82,17 @@ def latencies(columns: dict[str, Column], form: str) -> bytes:
     """Which part of the requests had their first token, and their tokens, within a time."""
     check_format(form)
     pyplot = load_pyplot()
+    from matplotlib import ticker
+
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
     ttft = (columns["first_ns"] - columns["arrival_ns"]) / 1e9
     tpot = time_per_output_token(columns) / 1e6
     for axis, values, label in ((axes[0], ttft, "time to first token (s)"), (axes[1], tpot, "time per token (ms)")):
         axis.ecdf(np.maximum(values, 1e-6))
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel(label)
         axis.set_ylabel("part of the requests within it")
         axis.set_ylim(0, 1)
@@ -109,6 +114,7 @@ def over_time(columns: dict[str, Column], form: str, *, bins: int = 60) -> bytes
         edges[:-1], cached / width, (prompt - cached) / width, labels=("from the cache", "computed"), step="post"
     )
     axes[0].set_ylabel("prompt tokens per second")
+    axes[0].yaxis.set_major_formatter("{x:,.0f}")
     axes[0].legend(fontsize=8, frameon=False)
     ttft = (columns["first_ns"] - columns["arrival_ns"]) / 1e9
     place = np.clip(np.digitize(arrival, edges) - 1, 0, bins - 1)
