@@ -2,10 +2,10 @@
 
     python benchmarks/simulator.py TRACE [--workers 16 64] [--requests 4000] [--block-size 512] [--json FILE]
 
-TRACE is a trace file, such as Mooncake's conversation_trace.jsonl.gz. Each worker is an H200 with Gemma 3 27B. The trace is
-laid over itself as many times as makes its own load on four workers the same on all of them, and cut to `--requests`.
-Counted is the time of the simulation alone, without reading the trace, on one core; and the process's memory at its peak
-(which grows with `--requests` only by a row of seven numbers each).
+TRACE is a trace file, such as Mooncake's conversation_trace.jsonl.gz. Each worker is an H200 with Gemma 3 27B. The
+trace is laid over itself as many times as makes its own load on four workers the same on all of them, and cut to
+`--requests`. Counted is the time of the simulation alone, without reading the trace, on one core; and the process's
+memory at its peak, trace included.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from time import perf_counter
 
 from cygnet.cli.bench.traces import load_trace
+from cygnet.cli.simulate import rare_collections
 from cygnet.sim.model_table import model_facts
 from cygnet.sim.scenario import build, parse_scenario
 from cygnet.sim.sessions import Session
@@ -52,9 +53,10 @@ def run(trace: list[Session], workers: int, requests: int, block_size: int) -> R
     )
     asked = list(islice(workload(scenario, trace).sessions, requests))
     simulation = build(scenario, model_facts(scenario.model.name))
-    start = perf_counter()
-    results = simulation.run(asked)
-    seconds = perf_counter() - start
+    with rare_collections():
+        start = perf_counter()
+        results = simulation.run(asked)
+        seconds = perf_counter() - start
     return Result(
         workers=workers,
         requests=results.finished,

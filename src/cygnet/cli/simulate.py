@@ -1,6 +1,8 @@
 """`cygnet simulate`: what a fleet would do with a workload, by the engine's own code in simulated time."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,13 +75,27 @@ def run_scenario(file: Path, trace: Path | None, sets: list[str], seeds: int) ->
     for seed in range(scenario.seed, scenario.seed + seeds):
         seeded = msgspec.structs.replace(scenario, seed=seed)
         asked = workload(seeded, sessions)
-        with Bar(file.stem, asked.num_requests) as bar:
+        with Bar(file.stem, asked.num_requests) as bar, rare_collections():
             simulation = build(seeded, facts, progress=bar.update)
             runs.append(simulation.run(asked.sessions))
         if columns is None:
             columns = simulation.recorder.columns()
     assert columns is not None
     return Ran(file.stem, scenario, tuple(runs), columns)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for reference cycles seldom, and not in what is there already: a simulation holds millions of objects and
+    makes few cycles. Saves a quarter of the time."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _beside(file: Path, name: str) -> str:
