@@ -129,5 +129,5 @@ def test_an_impossible_wish_is_refused() -> None:
     facts = model_facts("gemma-3-1b")
     with pytest.raises(ConfigError, match="contexts of 1 to 32768 tokens"):
         plan(facts, HARDWARE.get("H100"), PlanSettings(context=32_769))
-    with pytest.raises(ConfigError, match="--tp 3 does not divide the 4 attention heads"):
+    with pytest.raises(ConfigError, match="--tp 3 must be a power of two that divides the 4 attention heads"):
         plan(facts, HARDWARE.get("H100"), PlanSettings(context=1024), tp=3)

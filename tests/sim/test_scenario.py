@@ -47,6 +47,7 @@ def test_settings_are_overruled() -> None:
         ("[workload.agents]\nturn = [1, 1]", "did you mean workload.agents.turns"),
         ("[fleet]\nworkers = 0", "fleet.workers"),
         ("[model]\nkv_bits = 4", "model.kv_bits"),
+        ("[workload.agents]\nturns = [0, 1]", "workload.agents.turns"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:
@@ -65,6 +66,7 @@ def test_a_wrong_set_is_named(item: str, message: str) -> None:
     ("text", "model", "message"),
     [
         ("[fleet]\ntp = 2\nep = 3", "deepseek-v3", "multiple of fleet.tp"),
+        ("[fleet]\ntp = 3", "gemma-3-27b", "fleet.tp = 3 does not divide the 32 heads"),
         ("[fleet]\nworkers = 3\nep = 2", "deepseek-v3", "2 ranks of a replica"),
         ("[fleet]\ngpu = 'H300'", "gemma-3-27b", "did you mean 'H"),
         ("[fleet]\ndispatch = 'sesion'", "gemma-3-27b", "did you mean 'session'"),
@@ -87,6 +89,16 @@ def test_pools_are_the_engines_from_what_weights_leave() -> None:
             GEMMA.kv_geometry(2), block_size=64, budget_bytes=budget, chunk=8192, model_max_len=131_072
         )
         assert pool_sizes(scenario, GEMMA) == expected
+
+
+def test_a_rank_may_be_several_accelerators() -> None:
+    """Llama 70B on two H200, with and without a word on experts it does not have; DeepSeek-V3 on eight."""
+    for fleet in ("tp = 2", "tp = 2\nep = 8"):
+        sizes = pool_sizes(parse_scenario(f"[fleet]\n{fleet}", "x"), model_facts("llama-3.1-70b"))
+        left = 141e9 * 0.9 - 4e9 - model_facts("llama-3.1-70b").resident_bytes(tp=2, ep=1)
+        assert sizes.full_blocks == int(left) // (64 * 327_680 // 2)
+    assert build(parse_scenario("[fleet]\nworkers = 8\nep = 8", "x"), model_facts("deepseek-v3")).sizes.full_blocks > 0
+    assert build(parse_scenario("[fleet]\ntp = 8", "x"), model_facts("deepseek-v3")).sizes.full_blocks > 0
 
 
 # --- what is asked

@@ -88,14 +88,12 @@ class Cluster:
         self._num_sessions = 0
         self._num_requests = 0
 
-    def run(self, sessions: Iterable[Session], *, until_ns: int | None = None) -> None:
-        """Simulate all sessions to their ends, or to `until_ns`; what is still on its way then is not recorded.
-
-        Sessions must come in the order of their arrivals (`InvariantError` otherwise).
-        """
+    def run(self, sessions: Iterable[Session]) -> None:
+        """Simulate all sessions to their ends. They must come in the order of their arrivals (`InvariantError`
+        otherwise)."""
         self._sessions = iter(sessions)
         self._next_session(self._loop.now_ns)
-        self._loop.run(until_ns)
+        self._loop.run()
 
     def _next_session(self, now_ns: int) -> None:
         session = next(self._sessions, None)

@@ -40,10 +40,10 @@ class EventLoop:
         heapq.heappush(self._heap, (time_ns, priority, self._seq, action))
         self._seq += 1
 
-    def run(self, until_ns: int | None = None) -> None:
-        """Run until nothing is left, or what is left lies after `until_ns`."""
+    def run(self) -> None:
+        """Run until nothing is left."""
         heap = self._heap
-        while heap and (until_ns is None or heap[0][0] <= until_ns):
+        while heap:
             self.now_ns, _, _, action = heapq.heappop(heap)
             self.num_events += 1
             action(self.now_ns)

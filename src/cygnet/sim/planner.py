@@ -146,8 +146,10 @@ def plan(facts: ModelFacts, hardware: HardwareProfile, settings: PlanSettings, *
         raise ConfigError(
             f"{facts.name} has contexts of 1 to {facts.max_model_len} tokens, not {settings.context}; change --context"
         )
-    if tp is not None and (tp < 1 or facts.full.num_heads % tp):
-        raise ConfigError(f"--tp {tp} does not divide the {facts.full.num_heads} attention heads of {facts.name}")
+    if tp is not None and (tp < 1 or tp & (tp - 1) or facts.full.num_heads % tp):
+        raise ConfigError(
+            f"--tp {tp} must be a power of two that divides the {facts.full.num_heads} attention heads of {facts.name}"
+        )
     chosen = tp or default_tp(facts, hardware)
     geometry = facts.kv_geometry(settings.kv_bytes)
     layout = smallest_layout(facts, hardware, settings, tp=chosen, uniform=False)
@@ -167,8 +169,7 @@ def plan(facts: ModelFacts, hardware: HardwareProfile, settings: PlanSettings, *
 
 
 def default_tp(facts: ModelFacts, hardware: HardwareProfile) -> int:
-    """Split attention over a node as far as the full layers' KV heads go; MLA's cache can't be split at all, but its
-    weights can, so models without experts are still spread over as many accelerators as they need."""
+    """Attention split over a node as far as the full layers' KV heads go. MLA has one latent, which can't be split."""
     if not facts.full.shardable:
         return 1
     tp = 1

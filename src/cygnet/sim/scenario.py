@@ -20,7 +20,7 @@ from cygnet.kv.hashing import root_key
 from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.sizing import PoolSizes, plan_pools
 from cygnet.sim.agents import AgentProfile, Spread
-from cygnet.sim.cluster import DISPATCH, MAX_TOKEN_ID, Cluster
+from cygnet.sim.cluster import MAX_TOKEN_ID, Cluster
 from cygnet.sim.cost import CostModel, RooflineCost
 from cygnet.sim.events import EventLoop
 from cygnet.sim.hardware import HARDWARE
@@ -47,25 +47,29 @@ class FleetPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[int, Meta(ge=1, le=4096, description="attention ranks, each with an engine of its own")] = 1
     gpu: Annotated[str, Meta(description="accelerator, as `cygnet plan` knows it")] = "H200"
     tp: Annotated[int, Meta(ge=1, description="accelerators per rank")] = 1
-    ep: Annotated[int, Meta(ge=1, description="accelerators that share the experts; a multiple of tp")] = 1
+    ep: Annotated[int, Meta(ge=1, description="accelerators that share the experts, if any; tp or a multiple")] = 1
     dispatch: Annotated[str, Meta(description="which worker gets a request: session or round_robin")] = "session"
     memory_share: Annotated[float, Meta(gt=0, le=1, description="of the accelerator's memory that may be used")] = 0.9
     reserve_gb: Annotated[float, Meta(ge=0, description="of that, for activations and graphs")] = 4.0
+
+
+Pair = tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(ge=0)]]
+"""Median and sigma of a log-normal distribution."""
 
 
 class AgentsPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Generated agents; medians and log-normal sigmas as in `AgentProfile`."""
 
     sessions: Annotated[int, Meta(ge=1)] = 100
-    turns: tuple[float, float] = (20, 1.0)
-    system_tokens: tuple[float, float] = (12_000, 0.5)
+    turns: Pair = (20, 1.0)
+    system_tokens: Pair = (12_000, 0.5)
     num_systems: Annotated[int, Meta(ge=1)] = 8
-    first_tokens: tuple[float, float] = (1000, 1.2)
-    added_tokens: tuple[float, float] = (700, 1.4)
-    output_tokens: tuple[float, float] = (200, 1.0)
-    pause_s: tuple[float, float] = (5.0, 1.5)
+    first_tokens: Pair = (1000, 1.2)
+    added_tokens: Pair = (700, 1.4)
+    output_tokens: Pair = (200, 1.0)
+    pause_s: Pair = (5.0, 1.5)
     subagents_per_turn: Annotated[float, Meta(ge=0, le=1)] = 0.02
-    subagent_turns: tuple[float, float] = (6, 0.7)
+    subagent_turns: Pair = (6, 0.7)
     max_context: Annotated[int, Meta(ge=1024)] = 200_000
 
     def profile(self) -> AgentProfile:
@@ -143,7 +147,7 @@ def _put(document: dict[str, Any], item: str) -> None:
     try:
         document[name] = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        document[name] = text
+        document[name] = text.strip()
 
 
 def _check_names(given: dict[str, Any], known: dict[str, Any], where: str, path: str) -> None:
@@ -181,13 +185,31 @@ class Simulation:
         )
 
 
+def expert_ranks(fleet: FleetPart, facts: ModelFacts) -> int:
+    """Accelerators over which the experts are spread: those of one rank at least. Raises `ConfigError` for a fleet that
+    can't be cut like that."""
+    if facts.full.num_heads % fleet.tp:
+        raise ConfigError(f"fleet.tp = {fleet.tp} does not divide the {facts.full.num_heads} heads of {facts.name}")
+    if facts.moe is None:
+        return fleet.tp
+    ep = max(fleet.ep, fleet.tp)
+    if ep % fleet.tp:
+        raise ConfigError(f"fleet.ep = {ep} must be a multiple of fleet.tp = {fleet.tp}")
+    if fleet.workers % (ep // fleet.tp):
+        raise ConfigError(
+            f"fleet.workers = {fleet.workers} must be a multiple of the {ep // fleet.tp} ranks of a replica"
+        )
+    return ep
+
+
 def pool_sizes(scenario: Scenario, facts: ModelFacts) -> PoolSizes:
     """Both pools of one accelerator of a worker, sized as the engine does. `kv.memory`, where it is set, is a size or a
     fraction of what weights and reserve leave. Raises `ConfigError` where the weights don't fit, or too little is left.
     """
     fleet, kv = scenario.fleet, scenario.kv
     hardware = HARDWARE.get(fleet.gpu)
-    weights = facts.resident_bytes(tp=fleet.tp, ep=fleet.ep)
+    ep = expert_ranks(fleet, facts)
+    weights = facts.resident_bytes(tp=fleet.tp, ep=ep)
     budget = int(hardware.memory_bytes * fleet.memory_share - fleet.reserve_gb * 1e9 - weights)
     if kv.memory != KVSettings().memory:
         memory = check_memory(kv.memory)
@@ -195,7 +217,7 @@ def pool_sizes(scenario: Scenario, facts: ModelFacts) -> PoolSizes:
     if budget <= 0:
         raise ConfigError(
             f"{facts.name} has {weights / 1e9:.1f} GB of weights on each {fleet.gpu} with tp = {fleet.tp} and ep = "
-            f"{fleet.ep}, which leaves nothing for KV; raise fleet.tp or fleet.ep (`cygnet plan` says to what)"
+            f"{ep}, which leaves nothing for KV; raise fleet.tp or fleet.ep (`cygnet plan` says to what)"
         )
     return plan_pools(
         facts.kv_geometry(scenario.model.kv_bits // 8, fleet.tp),
@@ -221,19 +243,12 @@ def build(
 ) -> Simulation:
     """Engines, clock and cluster of a scenario. `cost` and `sizes` stand in for what follows from the accelerator;
     `watch` sees every plan."""
-    fleet = scenario.fleet
-    if fleet.ep % fleet.tp:
-        raise ConfigError(f"fleet.ep = {fleet.ep} must be a multiple of fleet.tp = {fleet.tp}")
-    if facts.moe and fleet.workers % (fleet.ep // fleet.tp):
-        raise ConfigError(
-            f"fleet.workers = {fleet.workers} must be a multiple of the {fleet.ep // fleet.tp} ranks of a replica"
-        )
+    fleet, ep = scenario.fleet, expert_ranks(scenario.fleet, facts)
     kv_bytes = scenario.model.kv_bits // 8
     geometry = facts.kv_geometry(kv_bytes, fleet.tp)
     sizes = sizes or pool_sizes(scenario, facts)
-    cost = cost or RooflineCost(facts, HARDWARE.get(fleet.gpu), tp=fleet.tp, ep=fleet.ep, kv_bytes=kv_bytes)
+    cost = cost or RooflineCost(facts, HARDWARE.get(fleet.gpu), tp=fleet.tp, ep=ep, kv_bytes=kv_bytes)
     loop, recorder = EventLoop(), Recorder()
-    DISPATCH.get(fleet.dispatch)
     cluster = Cluster(loop, root_key(FINGERPRINT), dispatch=fleet.dispatch, recorder=recorder, progress=progress)
     for index in range(fleet.workers):
         manager = KVManager(geometry, sizes, _kv_policy(scenario, index))
