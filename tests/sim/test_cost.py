@@ -9,7 +9,7 @@ from cygnet.sim.hardware import HARDWARE, HardwareProfile
 from cygnet.sim.model_table import MODELS, model_facts
 
 IDEAL = HardwareProfile(
-    "ideal", "made up: round numbers", 1e12, 100e12, 200e12, 1e12, 100e9, 10e9, 10e9, flops_efficiency=1.0,
+    "ideal", "made up: round numbers", 1e12, 100e12, 200e12, 1e12, 100e9, 10e9, flops_efficiency=1.0,
     attention_efficiency=1.0, bandwidth_efficiency=1.0, link_efficiency=1.0, collective_ns=0.0, step_overhead_ns=0.0,
 )  # fmt: skip
 

@@ -25,7 +25,6 @@ class HardwareProfile:
     """To the other accelerators of the node."""
     network_bandwidth: float
     """To other nodes, per accelerator."""
-    host_bandwidth: float
     per_node: int = 8
     host_memory_bytes: float = 2e12
     """Of a whole node."""
@@ -49,13 +48,15 @@ def _add(profile: HardwareProfile) -> None:
 _NDR = 50e9
 """One 400 Gb/s port per accelerator, as in an eight-accelerator HGX node."""
 
+_CONSTANTS = "dense peaks, memory and NVLink as in NVIDIA's data sheet of the SXM part"
+_MLPERF = "node and memory size as in MLPerf Inference submissions (H200: v4.1, B200: v6.0)"
+
 # fmt: off
-_add(HardwareProfile("A100", "NVIDIA A100 datasheet (80GB SXM)", 80e9, 312e12, 312e12, 2.039e12, 300e9, 25e9, 25e9))
-_add(HardwareProfile("H20", "NVIDIA H20 product brief (96GB SXM): 148 TFLOPS BF16, 296 FP8, 4.0 TB/s, NVLink 900 GB/s",
-                     96e9, 148e12, 296e12, 4.0e12, 450e9, _NDR, 50e9))
-_add(HardwareProfile("H100", "NVIDIA H100 datasheet (SXM5), dense", 80e9, 989e12, 1979e12, 3.35e12, 450e9, _NDR, 50e9))
-_add(HardwareProfile("H200", "NVIDIA H200 datasheet (SXM), dense; node as in MLPerf Inference v4.1", 141e9, 989e12,
-                     1979e12, 4.8e12, 450e9, _NDR, 50e9))
-_add(HardwareProfile("B200", "NVIDIA HGX B200 datasheet, dense; 180 GB as in MLPerf Inference v6.0", 180e9, 2250e12,
-                     4500e12, 7.7e12, 900e9, _NDR, 50e9, host_memory_bytes=1.8e12))
+_add(HardwareProfile("A100", _CONSTANTS, 80e9, 312e12, 312e12, 2.039e12, 300e9, 25e9))
+_add(HardwareProfile("H20", "huggingface.co/hardware/h20 (96 GB, 148 TFLOPS); citsjtu2020/LLM-Prof hardware_spec.md "
+                     "(296 in 8 bits, 4.0 TB/s, NVLink 900 GB/s)", 96e9, 148e12, 296e12, 4.0e12, 450e9, _NDR))
+_add(HardwareProfile("H100", _CONSTANTS, 80e9, 989e12, 1979e12, 3.35e12, 450e9, _NDR))
+_add(HardwareProfile("H200", f"{_CONSTANTS}; {_MLPERF}", 141e9, 989e12, 1979e12, 4.8e12, 450e9, _NDR))
+_add(HardwareProfile("B200", f"{_CONSTANTS} (HGX); {_MLPERF}", 180e9, 2250e12, 4500e12, 8.0e12, 900e9, _NDR,
+                     host_memory_bytes=1.8e12))
 # fmt: on

@@ -13,7 +13,9 @@ from cygnet.sim.model_config import facts_from_config
 from cygnet.sim.model_facts import ModelFacts
 
 _FP8 = {"quantization_config": {"quant_method": "fp8"}}
-_GEMMA_SOURCE = "huggingface/transformers, models/gemma3/convert_gemma3_weights.py, _VARIANTS"
+_GEMMA_SOURCE = (
+    "huggingface/transformers, models/gemma3/convert_gemma3_weights.py, _VARIANTS; weights: Gemma 3 report, table 1"
+)
 _GEMMA = {"model_type": "gemma3_text", "vocab_size": 262_144}
 
 
