@@ -87,7 +87,7 @@ def run_scenario(file: Path, trace: Path | None, sets: list[str], seeds: int) ->
 @contextmanager
 def rare_collections() -> Iterator[None]:
     """Look for reference cycles seldom, and not in what is there already: a simulation holds millions of objects and
-    makes few cycles. Saves a quarter of the time."""
+    makes few cycles."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
