@@ -1,11 +1,11 @@
-"""Speed of the simulator: requests, steps and events per second of real time, by the number of simulated workers.
+"""Speed of the simulator: requests, steps and events per second, by the number of simulated workers.
 
     python benchmarks/simulator.py TRACE [--workers 16 64] [--requests 4000] [--block-size 512] [--json FILE]
 
 TRACE is a trace file, such as Mooncake's conversation_trace.jsonl.gz. Each worker is an H200 with Gemma 3 27B. The
 trace is laid over itself as many times as makes its own load on four workers the same on all of them, and cut to
-`--requests`. Counted is the time of the simulation alone, without reading the trace, on one core; and the process's
-memory at its peak, trace included.
+`--requests`. Counted is processor time, which on one core of an idle machine is real time, of the simulation alone,
+without reading the trace; and the process's memory at its peak, trace included.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import resource
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 from cygnet.cli.bench.traces import load_trace
 from cygnet.cli.simulate import rare_collections
@@ -30,7 +30,7 @@ LOADED_WORKERS = 4
 
 @dataclass(frozen=True)
 class Result:
-    """One run; rates are per second of real time."""
+    """One run; rates are per second of processor time."""
 
     workers: int
     requests: int
@@ -54,9 +54,9 @@ def run(trace: list[Session], workers: int, requests: int, block_size: int) -> R
     asked = list(islice(workload(scenario, trace).sessions, requests))
     simulation = build(scenario, model_facts(scenario.model.name))
     with rare_collections():
-        start = perf_counter()
+        start = process_time()
         results = simulation.run(asked)
-        seconds = perf_counter() - start
+        seconds = process_time() - start
     return Result(
         workers=workers,
         requests=results.finished,
