@@ -18,17 +18,8 @@ from cygnet.cli.bench.client import Client, Result, Stream, error_text
 from cygnet.cli.bench.connection import ConnectionFailed, Connections
 from cygnet.cli.bench.stats import metrics_delta, parse_metrics, percentile, spread_ms, summarize
 from cygnet.cli.bench.traces import load_trace
-from cygnet.cli.bench.workload import (
-    FIRST_TOKEN,
-    Piece,
-    Session,
-    TokenSource,
-    Turn,
-    limited,
-    random_sessions,
-    sped_up,
-    with_poisson_arrivals,
-)
+from cygnet.cli.bench.workload import FIRST_TOKEN, TokenSource
+from cygnet.sim.sessions import Piece, Session, Turn, limited, random_sessions, sped_up, with_poisson_arrivals
 
 # --- what is asked
 

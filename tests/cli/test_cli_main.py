@@ -16,6 +16,8 @@ VERBS = (
     ["chat"],
     ["cache", "inspect"],
     ["cache", "flush"],
+    ["plan"],
+    ["simulate"],
     ["bench", "serve"],
     ["config", "show"],
     ["doctor"],

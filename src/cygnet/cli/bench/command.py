@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from cygnet.cli.bench.client import Client, Result
     from cygnet.cli.bench.load import Form
     from cygnet.cli.bench.stats import Summary
-    from cygnet.cli.bench.workload import Session
+    from cygnet.sim.sessions import Session
 
 bench_app = typer.Typer(help="Measure a server.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -79,7 +79,7 @@ def _sessions(settings: dict[str, Any]) -> list["Session"]:
     from dataclasses import replace
 
     from cygnet.cli.bench.traces import load_trace
-    from cygnet.cli.bench.workload import random_sessions, sped_up, with_poisson_arrivals
+    from cygnet.sim.sessions import random_sessions, sped_up, with_poisson_arrivals
 
     if settings["trace"]:
         sessions = load_trace(Path(settings["trace"]), settings["num_prompts"])
@@ -129,7 +129,8 @@ async def _measure(
     from cygnet.cli.bench.connection import Connections
     from cygnet.cli.bench.load import probe, run_sessions
     from cygnet.cli.bench.stats import metrics_delta, summarize
-    from cygnet.cli.bench.workload import TokenSource, limited
+    from cygnet.cli.bench.workload import TokenSource
+    from cygnet.sim.sessions import limited
 
     try:
         connections = Connections(settings["url"], api_key)
