@@ -12,7 +12,7 @@ from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.cpu.programs import Ropes, StepPrograms
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
-from cygnet.model.int8 import BytePanels, Int8Weight, compiled
+from cygnet.model.int8 import Int8Weight, compiled
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
 from cygnet.model.ops import StepOps
 from cygnet.model.packed import PackedWeight, can_pack
@@ -187,7 +187,8 @@ class HybridModel(nn.Module):
             self._packed_head = PackedWeight(self.embedding)
         if pack_tied_head and not int8 and self.lm_head is None and compiled(self.dtype):
             assert self.embedding is not None
-            self._screened_head = ScreenedHead(BytePanels(self.embedding), self.embedding)
+            if ScreenedHead.fits(self.embedding):
+                self._screened_head = ScreenedHead(self.embedding)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish_loading(int8=int8, keep_packed=pack_tied_head)
