@@ -236,7 +236,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [num_tokens, hidden_size], as the model returns them."""
+        """Hidden states [rows, hidden_size], as the model returns them."""
         bucket = self._buckets.bucket_for(batch.num_requests)
         if bucket is None or not self._inputs.fits(batch):
             return self._model(batch)
@@ -245,7 +245,7 @@ class DecodeGraphs:
         for name, (_, plan) in captured.plans.items():
             self._backend.refill(plan, padded, group_of(padded, name))
         captured.graph.replay()
-        return captured.hidden[: batch.num_requests]
+        return captured.hidden[: batch.num_requests] if batch.wanted is None else captured.hidden[batch.wanted.rows]
 
     @torch.inference_mode()
     def _capture(self, device: GraphDevice, size: int) -> _Captured:

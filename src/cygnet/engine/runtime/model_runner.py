@@ -18,7 +18,7 @@ from cygnet.model.batch import ForwardBatch
 from cygnet.model.decoder import HybridModel
 
 Forward = Callable[[ForwardBatch], Tensor]
-"""From a step to the hidden states of its tokens, as `HybridModel` does it."""
+"""From a step to the hidden states of its wanted rows, as `HybridModel` does it."""
 
 
 class LaunchedStep:
@@ -120,9 +120,7 @@ class ModelRunner:
             self._rows.add(new, (*new.sampling.stop_token_ids, *eos))
         self._rows.take_blocks(plan.requests)
         inputs = StepInputs(plan.requests, self._rows)
-        batch, sampled = inputs.batch(self._pool, self._staging, window=self._window)
-        hidden = self._forward(batch)
-        last = hidden if sampled is None else hidden[sampled]
+        last = self._forward(inputs.batch(self._pool, self._staging, window=self._window))
         states = [row.sampling for _, row in inputs.sampled]
         counts = inputs.num_outputs()
         greedy = logits = None
