@@ -182,15 +182,23 @@ def test_the_choice_is_that_of_all_logits(
     size=st.sampled_from([2, 35, 640]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     outliers=st.lists(st.tuples(st.integers(0, 639), st.sampled_from([30.0, 1e3, 1e6])), max_size=40),
+    magnitude=st.sampled_from([1e-25, 1.0, 1e20]),
     seed=st.integers(0, 99),
 )
 def test_ends_hold_the_logits(
-    rows: int, out: int, size: int, dtype: torch.dtype, outliers: list[tuple[int, float]], seed: int
+    rows: int,
+    out: int,
+    size: int,
+    dtype: torch.dtype,
+    outliers: list[tuple[int, float]],
+    magnitude: float,
+    seed: int,
 ) -> None:
     """Every logit is below its upper end, and the largest of every panel above the lower end that stands for it."""
     weight, x = matrix(out, size, seed, dtype), matrix(rows, size, seed + 1, dtype)
     for place, factor in outliers:
-        x[place % rows, place % size] *= factor
+        x[place % rows, place % size] = factor
+    x *= magnitude
     weight[0] = weight[0].sign()  # bytes that are off by nothing
     upper, ends = ScreenedHead(weight).screen(x)
     exact = x.double() @ weight.double().t()
@@ -203,7 +211,7 @@ def test_ends_hold_the_logits(
 
 def test_ends_are_near() -> None:
     """With a few activations that are much larger than the others, as models have them, a logit is known to 2 % of the
-    product of the norms: else all outputs would be candidates."""
+    product of the norms, up or down: else all outputs would be candidates."""
     weight, x = matrix(1000, 640, 0), matrix(8, 640, 1)
     x[:, [3, 77, 300, 301]] *= 12
     upper, _ = ScreenedHead(weight).screen(x)

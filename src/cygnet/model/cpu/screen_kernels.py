@@ -28,8 +28,6 @@ FINE = np.float32(2.0**-20)
 """For fp32's rounding of a product of q and y and of q itself, as a part of |q| |x|."""
 BIG = 16
 """Activations of a row that may need a second byte, at most (unless the largest is more than 250 times the others)."""
-FEW = 2
-"""Rows of which all activations may: reading the head takes longer than multiplying twice."""
 SMALLER = np.float32(0.75)
 FURTHEST = np.float32(1 / 250)
 """Of the largest activation: the least that must still fit one byte."""
@@ -91,64 +89,64 @@ def round_head(p, weight):
                 for i in range(size):
                     largest = max(largest, abs(load(source, i)))
                 factor, step, lost, total = LIMIT / largest, largest / LIMIT, ZERO, ZERO
-                for i in range(size):
-                    value = np.rint(load(source, i) * factor)
-                    target[i // 4 * 4 * PANEL + 4 * j + i % 4] = np.int8(np.int32(value) - BIAS)
-                    error = value * step - load(source, i)
-                    lost += error * error
-                    total += value * value
+                for i in range(size):  # norms in steps: squares of very large or small numbers are none
+                    value = load(source, i) * factor
+                    rounded = np.rint(value)
+                    target[i // 4 * 4 * PANEL + 4 * j + i % 4] = np.int8(np.int32(rounded) - BIAS)
+                    lost += (rounded - value) * (rounded - value)
+                    total += rounded * rounded
                 store(scale, out, step)
-                store(off, out, ROOM * np.sqrt(lost))
+                store(off, out, ROOM * np.sqrt(lost) * step)
                 store(norm, out, ROOM * np.sqrt(total) * step)
 
 
 @jit
-def step_of(x, size, big, largest):
-    """A step for the row: at most `big` of x are above 127 of it."""
+def step_of(x, size, largest):
+    """A step for the row: at most BIG of x are above 127 of it."""
     limit, fewest = largest, largest * FURTHEST
     while limit * SMALLER > fewest:
         count, smaller = 0, limit * SMALLER
         for i in range(size):
             count += 1 if abs(load(x, i)) > smaller else 0
-        if count > big:
+        if count > BIG:
             break
         limit = smaller
     return limit / LIMIT
 
 
 @jit
-def round_row(x, size, padded, big, low, high, figures, stride):
+def round_row(x, size, padded, low, high, figures, stride):
     """A row of `x` in steps: 256 * high + low. Returns 128 times the sums of `low` and of `high`.
 
     `figures` fp32, `stride` apart: the step; then, for the bound, half the sum of sizes of x, |x|, and |x - y| with
     what fp32 adds. A row with a NaN or infinity is all zeros with the step NaN.
     """
-    largest, strange, total, square = TINY, ZERO, ZERO, ZERO
+    largest, strange, total = TINY, ZERO, ZERO
     for i in range(size):
         value = load(x, i)
         largest = max(largest, abs(value))
         total += abs(value)
-        square += value * value
         strange += value * ZERO
-    low_sum, high_sum, lost = 0, 0, ZERO
-    step = strange if strange != ZERO else step_of(x, size, big, largest)
+    low_sum, high_sum, square, lost = 0, 0, ZERO, ZERO
+    step = strange if strange != ZERO else step_of(x, size, largest)
     factor = ZERO if strange != ZERO else np.float32(1.0) / step
     for i in range(size):
-        value = ZERO if strange != ZERO else np.rint(load(x, i) * factor)
-        whole = np.int32(value)
+        value = ZERO if strange != ZERO else load(x, i) * factor
+        rounded = np.rint(value)
+        whole = np.int32(rounded)
         upper = (whole + BIAS) >> 8
         lower = whole - (upper << 8)
         low[i], high[i] = np.int8(lower), np.int8(upper)
         low_sum += lower
         high_sum += upper
-        error = value * step - load(x, i)
-        lost += error * error
+        square += value * value
+        lost += (rounded - value) * (rounded - value)
     for i in range(size, padded):
         low[i], high[i] = np.int8(0), np.int8(0)
     store(figures, 0, step)
     store(figures, stride, ROOM * HALF * total)
-    store(figures, 2 * stride, ROOM * np.sqrt(square))
-    store(figures, 3 * stride, ROOM * np.sqrt(lost) + FINE * np.sqrt(square))
+    store(figures, 2 * stride, ROOM * np.sqrt(square) * step)
+    store(figures, 3 * stride, (ROOM * np.sqrt(lost) + FINE * np.sqrt(square)) * step)
     return np.int32(BIAS * low_sum), np.int32(BIAS * high_sum)
 
 
@@ -184,11 +182,10 @@ def screen(p, x):
     lists, biases_at = shift(counts, groups), mine + 8 * (ROWS * PANEL + groups * (1 + words))
     biases, of_rows, low = i32_at(biases_at), f32_at(biases_at + 8 * rows), biases_at + 24 * rows
     high, of_outputs, upper, ends = low + 4 * rows * words, f32_at(p[4]), f32_at(p[5]), f32_at(p[6])
-    big = BIG if rows > FEW else size
     for row in range(rows):
         at = 4 * row * words
         biases[2 * row], biases[2 * row + 1] = round_row(
-            shift(x, row * size), size, 4 * words, big, i8_at(low + at), i8_at(high + at), shift(of_rows, row), rows
+            shift(x, row * size), size, 4 * words, i8_at(low + at), i8_at(high + at), shift(of_rows, row), rows
         )
     for group in range(groups):
         first = group * ROWS

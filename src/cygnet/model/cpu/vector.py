@@ -287,7 +287,7 @@ def bound_panel(
             value = builder.fadd(whole(sums, vector, low_bias), high, flags=fused)
             value = builder.fmul(value, builder.fmul(scale, step))
             by_size, by_length = builder.fmul(scale, size), builder.fmul(off, length)
-            error = builder.select(builder.fcmp_ordered("<", by_size, by_length), by_size, by_length)
+            error = builder.select(builder.fcmp_ordered("<", by_length, by_size), by_length, by_size)
             error = builder.fadd(error, builder.fmul(norm, lost, flags=fused), flags=fused)
             ends = builder.fsub(value, error), builder.fadd(value, error)
             builder.store(ends[1], vector_at(builder, upper, at, _FLOATS), align=4)
