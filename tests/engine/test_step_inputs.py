@@ -104,7 +104,7 @@ class Walk:
     def check(self, requests: Sequence[ScheduledRequest]) -> None:
         self.rows.take_blocks(requests)
         inputs = StepInputs(requests, self.rows)
-        batch, sampled = inputs.batch(self.pool, self.staging, window=WINDOW)
+        batch = inputs.batch(self.pool, self.staging, window=WINDOW)
         rows = [self.plain[r.request_id] for r in requests]
         spans = [range(r.start, r.start + r.num_tokens) for r in requests]
         pairs = list(zip(rows, spans, strict=True))
@@ -116,7 +116,11 @@ class Walk:
             starts.append(starts[-1] + len(span))
         assert batch.query_start == starts
         ends = [end - 1 for end, r in zip(starts[1:], requests, strict=True) if r.sample]
-        assert (list(range(batch.num_tokens)) if sampled is None else sampled.tolist()) == ends
+        if batch.wanted is None:
+            assert ends == list(range(batch.num_tokens))
+        else:
+            assert batch.wanted.rows.tolist() == ends
+            assert batch.wanted.requests == [index for index, r in enumerate(requests) if r.sample]
         assert [name for name, _ in inputs.sampled] == [r.request_id for r in requests if r.sample]
         zeros = [0] * len(rows)
         slots = [

@@ -7,14 +7,14 @@ so that a read of anything but the live keys shows in the logits.
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV, Wanted
 from cygnet.model.decoder import HybridModel
 from cygnet.model.description import GroupName
 
@@ -93,12 +93,17 @@ class Harness:
         with torch.inference_mode():
             return self.model.logits(hidden).clone()
 
-    def step_hidden(self, work: Sequence[tuple[Request, int]]) -> Tensor:
-        """As `step`, but the hidden states [all tokens, hidden_size]."""
+    def step_hidden(self, work: Sequence[tuple[Request, int]], wanted: Sequence[int] | None = None) -> Tensor:
+        """As `step`, but the hidden states [all tokens, hidden_size], or [n, hidden_size] of the last tokens of those
+        of `work` that are `wanted`."""
         for sequence, count in work:
             self._allocate(sequence, sequence.computed + count)
+        batch = self._batch(work)
+        if wanted is not None:
+            rows = torch.tensor([batch.query_start[i + 1] - 1 for i in wanted], dtype=torch.int64)
+            batch = replace(batch, wanted=Wanted(list(wanted), rows))
         with torch.inference_mode():
-            hidden = self.model(self._batch(work))
+            hidden = self.model(batch)
         for sequence, count in work:
             sequence.computed += count
             self.drop_out_of_window(sequence)
