@@ -73,6 +73,10 @@ class ForwardBatch:
     """None for a model without SWA layers."""
     gate: LayerGate | None = None
     """To be waited at before each layer reads or writes KV. None when all KV is there."""
+    exact_from: list[int] | None = None
+    """First position, per request, whose SWA KV must be right in all layers. Where it lies behind the request's first
+    tokens, later layers may leave out some of them (`model/replay.py`): their SWA KV is not written, and their hidden
+    states are of no use. None when no request replays a window."""
 
     @property
     def num_requests(self) -> int:

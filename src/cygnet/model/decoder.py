@@ -16,6 +16,7 @@ from cygnet.model.int8 import BytePanels, Int8Weight, compiled
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
 from cygnet.model.ops import StepOps
 from cygnet.model.packed import PackedWeight, can_pack
+from cygnet.model.replay import ReplayRows, replay_leads, rope_rows
 from cygnet.model.rope import cos_sin, inverse_frequencies
 from cygnet.model.screened import MOST_ROWS, ScreenedHead
 
@@ -162,6 +163,7 @@ class HybridModel(nn.Module):
         self._programs = StepPrograms() if ops.is_compiled else None
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
         specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
+        self._replay_leads = replay_leads(description)
         self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
 
     def weight_slots(self) -> WeightSlots:
@@ -197,7 +199,8 @@ class HybridModel(nn.Module):
     def forward(self, batch: ForwardBatch, plans: Plans | None = None) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm, in the model's dtype.
 
-        Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given.
+        Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given, and must
+        not be given for a batch with `exact_from`.
         """
         x = self._embed(batch.token_ids)
         if self._embedding_scale != 1.0:
@@ -205,28 +208,39 @@ class HybridModel(nn.Module):
         ropes = self._ropes(batch.positions)
         plans = self._plans(batch) if plans is None else plans
 
-        def layers(x: Tensor, ropes: Ropes) -> Tensor:
-            return self._run_layers(x, ropes, plans, batch.gate)
+        replay = ReplayRows(batch, self._replay_leads) if batch.exact_from is not None else None
 
-        # A recorded step can't wait between its layers.
-        if self._programs is None or batch.gate is not None:
+        def layers(x: Tensor, ropes: Ropes) -> Tensor:
+            return self._run_layers(x, ropes, plans, batch.gate, replay)
+
+        # A recorded step can't wait between its layers, nor can they differ in their tokens.
+        if self._programs is None or batch.gate is not None or replay is not None:
             return layers(x, ropes)
         caches = [group.layers for group, _ in plans.values()]
         return self._programs.run(layers, x, ropes, [plan for _, plan in plans.values()], caches)
 
-    def _run_layers(self, x: Tensor, ropes: Ropes, plans: Plans, gate: LayerGate | None) -> Tensor:
-        ops, backend = self.ops, self.attention_backend
+    def _run_layers(
+        self, x: Tensor, ropes: Ropes, plans: Plans, gate: LayerGate | None, replay: ReplayRows | None
+    ) -> Tensor:
+        ops, backend, num_tokens = self.ops, self.attention_backend, x.shape[0]
         # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
         norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         x, normed = ops.join(x, None, None, norms[0])
         placed = zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
-        for layer, next_norm, spec, (group, index) in placed:
+        for number, (layer, next_norm, spec, (group, index)) in enumerate(placed):
+            if replay is not None:
+                differs, rows = replay.advance(number)
+                if rows is not None:
+                    x, normed, ropes = x[rows], normed[rows], rope_rows(ropes, rows)
+                if not len(x):
+                    break
+                plans = self._plans(replay.batch) if differs else plans
             group_batch, plan = plans[group]
             rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
             if gate is not None:
                 gate.wait(group, index)
             x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv)
-        return normed
+        return normed if replay is None else replay.whole(normed, num_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [rows, vocab_size] in fp32 (fp64 for an fp64 model) for rows of `forward`'s result."""
