@@ -128,7 +128,7 @@ class Bench:
         for number in range(self._num_prefixes):  # what is compiled or allocated at first is not what is asked here
             self._from_store(f"warm-up {number}", self._prefix(number), plain, keep=False)
         computing = median(self._measure(WAYS[0], f"warm-up L1 {i}", self._prefix(0)) for i in range(2))
-        self.bytes_per_s = self._prefix_bytes() / (HIDDEN * computing)
+        self.bytes_per_s = self.prefix_bytes() / (HIDDEN * computing)
         for way in WAYS:
             self._measure(way, f"warm-up {way.name}", self._prefix(0))
         for turn in range(self._rounds):
@@ -174,13 +174,13 @@ class Bench:
             self.seconds.setdefault("L3", []).append(seconds)
             self.reads.append(StoreReads(traffic["bytes_read"], traffic["fetch_seconds"], plain_s))
 
-    def _prefix_bytes(self) -> int:
+    def prefix_bytes(self) -> int:
         """KV that is loaded: full KV of the prefix, and one window."""
         blocks = self._options.prefix // int(self.facts["block_size"])
         return blocks * int(self.facts["full_block_bytes"]) + int(self.facts["window_bytes"])
 
     def _plain_bytes(self) -> int:
-        return -(-self._prefix_bytes() // MIB) * MIB
+        return -(-self.prefix_bytes() // MIB) * MIB
 
     def _plain_file(self) -> Plain:
         buffer = memory(self._plain_bytes())
@@ -221,7 +221,7 @@ def check(found: Mapping[str, float]) -> int:
 
 
 def print_results(bench: Bench, found: Mapping[str, float], options: argparse.Namespace) -> None:
-    mib = bench._prefix_bytes() / MIB
+    mib = bench.prefix_bytes() / MIB
     print(f"\nfirst token of {options.prefix} cached + {options.tail} new tokens; {mib:.0f} MiB of KV to load")
     for name, values in bench.seconds.items():
         spread = f"{min(values) * 1e3:,.0f} to {max(values) * 1e3:,.0f}"
