@@ -34,7 +34,8 @@ class Cygnet:
         config = Config(
             model=ModelSettings(model="gemma3-270m", weight_dtype=options.weight_dtype, dtype="bfloat16"),
             engine=EngineSettings(num_threads=options.threads, audit="off"),
-            kv=KVSettings(memory=options.kv, host_cache=options.host_cache, store=options.store),
+            # However slow the machine is: what is in the store is what was asked for.
+            kv=KVSettings(memory=options.kv, host_cache=options.host_cache, store=options.store, store_wait="wait"),
         )
         self._engine, self._ready = load_engine(config)
         self._count = 0
