@@ -13,7 +13,7 @@ conversation in every round. The sliding windows within a conversation are what 
     sub-agent                   tools and system prompt are the first 4,096 tokens; then turns of 1,024
     ... of 3,000 tokens         as the second, but not at a power of two; no target: what lies between retained windows
     16K, windows evicted        Cygnet has lost all its windows and rebuilds the last from full KV; the others have what
-                                they have after the conversation
+                                they have after the conversation (llama.cpp's slots are too short for it)
 
 `hit` is what Cygnet reused of the shared tokens, and how many of the others it replayed for a window.
 
@@ -64,14 +64,22 @@ class Branch(Row):
     """Whether Cygnet's retained windows are dropped before the branch."""
 
 
-def branch(name: str, shared: int, turns: Iterable[int], *, evicted: bool = False, quick: bool = False) -> Branch:
+def branch(
+    name: str,
+    shared: int,
+    turns: Iterable[int],
+    *,
+    engines: tuple[str, ...] = WITH_CACHE,
+    evicted: bool = False,
+    quick: bool = False,
+) -> Branch:
     return Branch(
         name,
         "first_token",
         shared,
         tail=TAIL,
         rounds=3,
-        engines=WITH_CACHE,
+        engines=engines,
         unit="s",
         turns=tuple(turns),
         evicted=evicted,
@@ -85,7 +93,7 @@ ROWS = [
     branch("other user, same prompt", 4096, [8192]),
     branch("sub-agent", 4096, range(5120, 8193, 1024)),
     branch("other user, prompt of 3,000 tokens", 3000, [8192]),
-    branch("16K, windows evicted", 16384, range(2048, 17409, 1024), evicted=True),
+    branch("16K, windows evicted", 16384, range(2048, 17409, 1024), engines=("cygnet", "vllm"), evicted=True),
 ]
 
 
