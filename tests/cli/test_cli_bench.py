@@ -505,6 +505,19 @@ def test_a_trace_is_replayed_within_limits(invoke: Any, fake: FakeOpenAI, tmp_pa
     assert len(fake.requests[-1]["prompt"]) == 70
 
 
+def test_a_trace_may_be_cut_to_fewer_turns(invoke: Any, fake: FakeOpenAI, tmp_path: Path) -> None:
+    rows = [
+        {"file": "f", "i": i, "timestamp": i, "input": f"{session} {i}", "output": "four", "session_id": session}
+        for session in ("one", "two")
+        for i in range(3)
+    ]
+    file = write(tmp_path / "t.jsonl", "\n".join(map(json.dumps, rows)))
+    result = bench(invoke, fake, "--trace", str(file), "--concurrency", "2", "--turns", "2")
+    assert "Successful requests:                                   4" in result.stdout, result.output
+    prompts = sorted(request["prompt"] for request in fake.requests[-4:])
+    assert prompts == ["one 0", "one 1", "two 0", "two 1"]
+
+
 @pytest.mark.parametrize(
     "args", [["--endpoint", "soap"], ["--num-prompts", "0"], ["--rate", "-1"], ["--seed", "-1"], ["--vocab-size", "9"]]
 )

@@ -29,6 +29,7 @@ class Plain:
     tokens: list[int]
     write_full_from: int
     key_floor: int
+    exact_from: int
     full: list[int] = field(default_factory=list)
     swa: list[int] = field(default_factory=list)
     computed: int = 0
@@ -52,12 +53,14 @@ class Walk:
         self.count += 1
         tokens = [self.rnd.randrange(1000) for _ in range(self.rnd.randint(1, self.longest))]
         computed = self.rnd.randrange(len(tokens))
-        plain = Plain(tokens, self.rnd.choice([0, computed, len(tokens)]), self.rnd.choice([0, computed]))
+        floor = self.rnd.choice([0, computed])
+        plain = Plain(tokens, self.rnd.choice([0, computed, len(tokens)]), floor, floor + self.rnd.choice([0, 0, 3]))
         plain.computed = computed
         name = RequestId(f"r{self.count}")
         self.plain[name] = plain
         params = SamplingParams(temperature=0.0)
-        self.rows.add(NewRequest(name, tuple(tokens), len(tokens), params, plain.write_full_from, plain.key_floor), ())
+        floors = plain.write_full_from, plain.key_floor, plain.exact_from
+        self.rows.add(NewRequest(name, tuple(tokens), len(tokens), params, *floors), ())
 
     def go(self) -> None:
         name = self.rnd.choice(list(self.plain))
@@ -134,6 +137,11 @@ class Walk:
         slots = [row.swa[p // SIZE] * SIZE + p % SIZE for row, span in pairs for p in span]
         assert batch.swa is not None
         self._check_group(batch.swa, [row.swa for row in rows], firsts, floors, slots, spans)
+
+        replays = [row.exact_from > row.key_floor for row in rows]
+        now = any(again and span.start < row.write_full_from for again, (row, span) in zip(replays, pairs, strict=True))
+        exact = [row.exact_from if again else 0 for again, row in zip(replays, rows, strict=True)]
+        assert batch.exact_from == (exact if now else None)
 
     def _check_group(
         self,

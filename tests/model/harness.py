@@ -75,6 +75,8 @@ class Request:
     swa_floor: int = 0
     authoritative: int = 0
     """Positions below it have full KV that must not be written again."""
+    exact_from: int = 0
+    """Of a replay that leaves out what its end does not need: from where on SWA KV must be right."""
 
 
 class Harness:
@@ -147,9 +149,10 @@ class Harness:
         for index in list(sequence.swa):
             self.swa.release(sequence.swa.pop(index))
 
-    def rewind(self, sequence: Request, start: int) -> None:
+    def rewind(self, sequence: Request, start: int, exact_from: int = 0) -> None:
         """Replay from `start`: full KV before the present end stays and is authoritative."""
         sequence.authoritative, sequence.computed, sequence.swa_floor = sequence.computed, start, start
+        sequence.exact_from = exact_from
 
     def _allocate(self, sequence: Request, seq_len: int) -> None:
         for index in range(-(-seq_len // self.block_size)):
@@ -186,6 +189,9 @@ class Harness:
                 [max(s.swa_floor, 0) for s, _ in work],
                 [0] * len(work),
             ),
+            exact_from=[s.exact_from for s, _ in work]
+            if any(s.exact_from and s.computed < s.authoritative for s, _ in work)
+            else None,
         )
 
     def _group(

@@ -86,6 +86,10 @@ class ForwardBatch:
     """To be waited at before each layer reads or writes KV. None when all KV is there."""
     wanted: Wanted | None = None
     """None: all rows."""
+    exact_from: list[int] | None = None
+    """First position, per request, whose SWA KV must be right in all layers. Where it lies behind the request's first
+    tokens, later layers may leave out some of them (`model/replay.py`): their SWA KV is not written, and their hidden
+    states are of no use. None when no request replays a window."""
 
     def queries_wanted(self) -> "ForwardBatch":
         """For the last layer, whose KV is written for all tokens: only the wanted rows are queries, numbered anew.

@@ -1,6 +1,7 @@
 """The forward pass of a decoder-only model over paged KV, built from a `ModelDescription`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from cygnet.model.int8 import Int8Weight, compiled
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
 from cygnet.model.ops import StepOps
 from cygnet.model.packed import PackedWeight, can_pack
+from cygnet.model.replay import ReplayRows, replay_leads, rope_rows
 from cygnet.model.rope import cos_sin, inverse_frequencies
 from cygnet.model.screened import MOST_ROWS, ScreenedHead
 
@@ -169,6 +171,7 @@ class HybridModel(nn.Module):
         self._programs = StepPrograms() if ops.is_compiled else None
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
         specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
+        self._replay_leads = replay_leads(description)
         self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
 
     def weight_slots(self) -> WeightSlots:
@@ -205,15 +208,17 @@ class HybridModel(nn.Module):
     def forward(self, batch: ForwardBatch, plans: Plans | None = None) -> Tensor:
         """Hidden states [rows, hidden_size] after the final norm, in the model's dtype, of the batch's wanted rows.
 
-        Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given. In the
-        last layer only the wanted rows are worked out: the KV of the others is all that anyone reads of them.
+        Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given, and must
+        not be given for a batch with `exact_from`. In the last layer only the wanted rows are worked out: the KV of the
+        others is all that anyone reads of them.
         """
         x = self._embed(batch.token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         ropes = self._ropes(batch.positions)
+        if batch.exact_from is not None:
+            return self._replay(batch, x, ropes)
         plans = self._plans(batch) if plans is None else plans
-
         last = self._last_plan(batch)
 
         def layers(x: Tensor, ropes: Ropes) -> Tensor:
@@ -235,11 +240,8 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """`last`: the rows and the plan of the last layer, where they are others."""
         ops, backend = self.ops, self.attention_backend
-        # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
-        norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
-        x, normed = ops.join(x, None, None, norms[0])
-        placed = zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
-        for layer, next_norm, spec, (group, index) in placed:
+        x, normed = ops.join(x, None, None, self.layers[0].attention_norm)  # type: ignore[arg-type]
+        for layer, next_norm, spec, (group, index) in self._placed():
             group_batch, plan = plans[group]
             rows = None
             if last is not None and next_norm is self.final_norm:
@@ -249,6 +251,33 @@ class HybridModel(nn.Module):
                 gate.wait(group, index)
             x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv, rows)
         return normed
+
+    def _replay(self, batch: ForwardBatch, x: Tensor, ropes: Ropes) -> Tensor:
+        """The layers of a step that replays a window: each on fewer rows than the one before (`model/replay.py`)."""
+        ops, backend, num_tokens = self.ops, self.attention_backend, x.shape[0]
+        wanted, replay = batch.wanted, ReplayRows(replace(batch, wanted=None), self._replay_leads)
+        plans = self._plans(batch)
+        x, normed = ops.join(x, None, None, self.layers[0].attention_norm)  # type: ignore[arg-type]
+        for number, (layer, next_norm, spec, (group, index)) in enumerate(self._placed()):
+            differs, rows = replay.advance(number)
+            if rows is not None:
+                x, normed, ropes = x[rows], normed[rows], rope_rows(ropes, rows)
+            if not len(x):
+                break
+            plans = self._plans(replay.batch) if differs else plans
+            group_batch, plan = plans[group]
+            if batch.gate is not None:
+                batch.gate.wait(group, index)
+            rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
+            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv, None)
+        hidden = replay.whole(normed, num_tokens)
+        return hidden if wanted is None else hidden[wanted.rows]
+
+    def _placed(self) -> Iterator[tuple[Any, RmsNorm, LayerSpec, tuple[GroupName, int]]]:
+        """Each layer with the norm that is worked out together with its last sum (the next layer's first, or the final
+        one), its spec, and where its KV is."""
+        norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
+        return zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [rows, vocab_size] in fp32 (fp64 for an fp64 model) for rows of `forward`'s result."""

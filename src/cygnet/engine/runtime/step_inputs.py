@@ -89,7 +89,16 @@ class StepInputs:
             if pool.swa
             else None,
             wanted=None if all_sampled else Wanted(self._sampling, sampled),
+            exact_from=self._exact_from() if pool.swa else None,
         )
+
+    def _exact_from(self) -> list[int] | None:
+        """From where on each request's SWA KV must be right, if a request of the step replays a window."""
+        every, lines = self._all, self._lines
+        rebuilt = every.exact_from[lines] > every.key_floor[lines]
+        if not (rebuilt & (self._start < every.write_full_from[lines])).any():
+            return None
+        return np.where(rebuilt, every.exact_from[lines], 0).tolist()
 
     def _put_tokens(self, out: Ints) -> None:
         """A request at its last token, which may be sampled, runs that one; the others run a part of what they were
