@@ -69,7 +69,7 @@ def test_old_observations_fade() -> None:
     for _ in range(4 * MEMORY):
         model.used(0, SECOND)
     assert model.rate(0, SECOND // 2) > 2 * before
-    assert sum(model._used[0]) + sum(model._lost[0]) <= MEMORY + REFRESH
+    assert sum(model._used[0] + model._lost[0]) <= MEMORY + REFRESH
 
 
 def test_a_wrong_count_is_found() -> None:
