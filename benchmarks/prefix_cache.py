@@ -72,7 +72,7 @@ class Load:
     """Budgets, as parts of the whole trace's full-attention KV."""
 
 
-PARTS = (1 / 10, 1 / 5, 2 / 5, 4 / 5)
+PARTS = (1 / 10, 1 / 5, 2 / 5, 4 / 5, 8 / 5)
 LOADS = [Load(AGENTIC, 20, 65536, PARTS), Load(MOONCAKE, 2500, 8192, PARTS)]
 QUICK = [Load(AGENTIC, 6, 65536, PARTS[1:3]), Load(MOONCAKE, 1000, 8192, PARTS[1:3])]
 
