@@ -25,12 +25,12 @@ from typing import Any
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.ids import BlockKey
 from cygnet.cli.bench.traces import load_trace
-from cygnet.cli.bench.workload import Session, limited
 from cygnet.cli.child import ChildServer
 from cygnet.kv.hashing import extend_keys
 from cygnet.kv.sizing import min_pools
 from cygnet.model.source import find_model
 from cygnet.model.tokenizer import Tokenizer
+from cygnet.sim.sessions import Session, limited
 from engine import description
 from provenance import environment
 
