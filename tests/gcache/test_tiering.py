@@ -144,7 +144,7 @@ class Queues(RuleBasedStateMachine):
         self.there.append(new)
 
     @precondition(lambda self: self.there)
-    @rule(data=st.data(), what=st.sampled_from(("use", "remove", "pin", "unpin", "clean", "postpone")))
+    @rule(data=st.data(), what=st.sampled_from(("use", "remove", "pin", "unpin", "clean", "lose", "postpone")))
     def change(self, data: st.DataObject, what: str) -> None:
         chosen = data.draw(st.sampled_from(self.there))
         if what == "use":
@@ -158,6 +158,8 @@ class Queues(RuleBasedStateMachine):
             chosen.pins = 0
         elif what == "clean":
             self.tiering.written_down(chosen)
+        elif what == "lose" and chosen.clean:
+            self.tiering.lost_copy(chosen)
         else:
             self.tiering.postpone(chosen)
 

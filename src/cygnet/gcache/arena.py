@@ -213,7 +213,7 @@ class Arena:
         return self._publish(entry, self._version, checksum)
 
     def commit_record(self, entry: Entry, record: Record) -> Entry | None:
-        """Like `commit`, for a whole record that a lower tier has filled in: that of this key, and as long as the room."""
+        """Like `commit`, for a whole record that a lower tier has filled in: of this key, and as long as the room."""
         entry.places, entry.value_bytes, entry.expiry_ns = record.places, record.value_bytes, record.expiry_ns
         self._version = max(self._version, record.version)
         entry.verified = entry.clean = True

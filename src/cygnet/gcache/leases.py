@@ -19,8 +19,8 @@ class Lease:
 class Leases:
     """Leases of one length. Time is monotonic.
 
-    Invariants (`audit`): they lie in the order of their ends; `leased_bytes` is the sum over leases, and never more than
-    `max_bytes`.
+    Invariants (`audit`): they lie in the order of their ends; `leased_bytes` is the sum over leases, and never more
+    than `max_bytes`.
     """
 
     def __init__(self, length_ns: int, max_bytes: int) -> None:

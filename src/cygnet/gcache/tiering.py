@@ -143,6 +143,12 @@ class Tiering:
             entry.clean = True
             self._clean_bytes += entry.num_bytes
 
+    def lost_copy(self, entry: Entry) -> None:
+        """The lower tier has given up its copy of a clean object."""
+        entry.clean = False
+        self._clean_bytes -= entry.num_bytes
+        self._dirty[entry] = None
+
     def postpone(self, entry: Entry) -> None:
         """The lower tier did not take it: it is tried again after the others."""
         if entry in self._dirty:
