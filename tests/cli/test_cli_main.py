@@ -12,6 +12,7 @@ from cygnet.version import __version__
 
 HEAVY = ("torch", "numpy", "httpx", "fastapi", "uvicorn", "transformers", "zmq", "rich", "psutil", "asyncio")
 VERBS = (["serve"], ["chat"], ["bench", "serve"], ["config", "show"], ["doctor"], ["version"], [])
+GCACHE_VERBS = (["gcache"], *(["gcache", verb] for verb in ("serve", "stat", "get", "put", "bench")))
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -27,7 +28,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert run.stdout.rstrip().endswith("LOADED []")
 
 
-@pytest.mark.parametrize("verb", VERBS, ids="-".join)
+@pytest.mark.parametrize("verb", (*VERBS, *GCACHE_VERBS), ids="-".join)
 def test_help_fits_a_screen(invoke: Any, verb: list[str]) -> None:
     result = invoke(*verb, "--help")
     lines = result.output.splitlines()

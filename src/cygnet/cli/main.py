@@ -10,6 +10,7 @@ from cygnet.cli.bench.command import bench_app
 from cygnet.cli.chat import chat
 from cygnet.cli.config import config_app
 from cygnet.cli.doctor import doctor
+from cygnet.cli.gcache import gcache_app
 from cygnet.cli.serve import serve
 from cygnet.version import __version__
 
@@ -48,6 +49,7 @@ app.command()(serve)
 app.command()(chat)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
+app.add_typer(gcache_app, name="gcache")
 app.command()(doctor)
 app.command()(version)
 

@@ -9,10 +9,11 @@ its requests.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 from struct import error as StructError
+
+import msgspec
 
 from cygnet.gcache.limits import MAX_BATCH, MAX_FRAME_BYTES, MAX_META_BYTES, MAX_VALUE_BYTES
 from cygnet.gcache.record import CHUNK_BYTES, is_full_key, num_chunks
@@ -89,8 +90,7 @@ class ProtocolError(ValueError):
     """A peer sent what is no frame; the connection can't be used any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHead:
+class FrameHead(msgspec.Struct, frozen=True, gc=False):
     """Head of a frame. `code` is the request's flags or the answer's status."""
 
     op: int
@@ -192,8 +192,7 @@ _Want = Struct("<QIIH")
 _Got = Struct("<BxxxIQQI")
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True, gc=False):
     """Chunks of one object. `num_chunks` 0: to the end."""
 
     key: bytes
@@ -203,8 +202,7 @@ class Want:
     num_chunks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Got:
+class Got(msgspec.Struct, frozen=True, gc=False):
     """Answer to a `Want`. With `OK` the chunks' bytes are in the body, and `sums` are their packed checksums."""
 
     status: int
@@ -278,8 +276,7 @@ def unpack_gots(meta: bytes, count: int) -> list[Got]:
 _Put = Struct("<QQQIIH")
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(msgspec.Struct, frozen=True, gc=False):
     """Chunks of an object to store, whose bytes are in the body. Checksums are made by whoever puts."""
 
     key: bytes
@@ -353,8 +350,7 @@ _Lease = Struct("<Q")
 _Viewed = Struct("<BxxxIQQQQ")
 
 
-@dataclass(frozen=True, slots=True)
-class Viewed:
+class Viewed(msgspec.Struct, frozen=True, gc=False):
     """Where an object lies in the arena's file, for as long as the lease lasts and word 0 of its slot is `stamp`."""
 
     status: int

@@ -7,15 +7,14 @@ change where it lies wait for that. So memory and disk never hold different valu
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from cygnet.gcache.arena import Arena, Entry
 from cygnet.gcache.leases import Leases
 from cygnet.gcache.limits import Limits
 from cygnet.gcache.protocol import Item
 from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, value_is_whole
+from cygnet.gcache.runtime.counts import Counts
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.shared_memory import SharedMemory
 from cygnet.gcache.tiering import Tiering
@@ -32,23 +31,6 @@ TRIES = 8
 """Cold objects given up one by one, before neighbours are, for room in one piece."""
 
 FROM_DISK = {Outcome.MISS: Item.MISS, Outcome.TORN: Item.TORN, Outcome.TIMED_OUT: Item.TIMED_OUT}
-
-
-@dataclass
-class Counts:
-    """Since the server was started."""
-
-    gets: Counter[Item] = field(default_factory=Counter)
-    puts: Counter[Item] = field(default_factory=Counter)
-    disk_hits: int = 0
-    evicted_objects: int = 0
-    """Left the memory with a copy on the disk, or left for good."""
-    dropped_objects: int = 0
-    """Of these: left for good though there is a disk, because it was too slow."""
-    written_down_objects: int = 0
-    bytes_got: int = 0
-    bytes_put: int = 0
-    torn_objects: int = 0
 
 
 class Cache:
@@ -158,20 +140,37 @@ class Cache:
             self._disk.touch([key])
         return True
 
-    def lease(self, entry: Entry, owner: int) -> int | None:
-        """Turn the pin of `acquire` into a lease; `None`, and still pinned, when too much is leased."""
-        with self._lock:
-            self._end_leases()
-            return self._leases.grant(entry, owner, time.monotonic_ns())
+    def lease(self, keys: Sequence[bytes], owner: int, given_back: Sequence[int]) -> list[tuple[Entry, int] | None]:
+        """First end leases of this connection, then lease what is in memory and known to be whole.
 
-    def end_leases(self, owner: int, leases: "tuple[int, ...] | None" = None) -> None:
-        """Give back some leases of a connection, or all."""
+        `None` for what is not, and when too much is leased.
+        """
+        leased: list[tuple[Entry, int] | None] = []
         with self._lock:
-            if leases is None:
-                ended = self._leases.release_all(owner)
-            else:
-                ended = [e for lease in leases if (e := self._leases.release(lease, owner)) is not None]
-            for entry in ended:
+            for lease in given_back:
+                ended = self._leases.release(lease, owner)
+                if ended is not None:
+                    self._arena.unpin(ended)
+            self._end_leases()
+            for key in keys:
+                entry = self._find(key)
+                granted = None
+                if entry is not None:
+                    if entry.verified:
+                        granted = self._leases.grant(entry, owner, time.monotonic_ns())
+                    if granted is None:
+                        self._arena.unpin(entry)
+                    else:
+                        self.counts.gets[Item.OK] += 1
+                leased.append(None if granted is None or entry is None else (entry, granted))
+            if given_back:
+                self._changed.notify_all()
+        return leased
+
+    def end_leases(self, owner: int) -> None:
+        """A connection has ended, and its leases with it."""
+        with self._lock:
+            for entry in self._leases.release_all(owner):
                 self._arena.unpin(entry)
             self._changed.notify_all()
 
@@ -242,7 +241,6 @@ class Cache:
         """Size and counters, for people and programs."""
         disk = self._disk.stats() if self._disk is not None and not self._closing else None
         with self._lock:
-            counts = self.counts
             return {
                 "objects": len(self._arena),
                 "memory_bytes": self._arena.used_bytes,
@@ -250,15 +248,7 @@ class Cache:
                 "leases": len(self._leases),
                 "leased_bytes": self._leases.leased_bytes,
                 "damaged_slots": self._arena.damaged,
-                "gets": {item.name.lower(): number for item, number in counts.gets.items()},
-                "puts": {item.name.lower(): number for item, number in counts.puts.items()},
-                "disk_hits": counts.disk_hits,
-                "evicted_objects": counts.evicted_objects,
-                "dropped_objects": counts.dropped_objects,
-                "written_down_objects": counts.written_down_objects,
-                "torn_objects": counts.torn_objects,
-                "bytes_got": counts.bytes_got,
-                "bytes_put": counts.bytes_put,
+                **self.counts.as_dict(),
                 "disk_objects": disk.num_objects if disk else 0,
                 "disk_bytes": disk.bytes_used if disk else 0,
                 "disk_capacity_bytes": disk.capacity_bytes if disk else 0,

@@ -28,6 +28,7 @@ from cygnet.gcache.protocol import (
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
 from cygnet.gcache.runtime.shared_memory import attach
 from cygnet.gcache.runtime.views import MappedArena
+from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Wire
 
 CONNECT_TIMEOUT_S = 1.0
@@ -109,9 +110,9 @@ class Channel:
             raise GCacheError(f"gcache server is in epoch {head.epoch}, this client in epoch {self._epoch}")
         return head, self.wire.read_bytes(head.meta_bytes)
 
-    def call(self, op: Op, meta: bytes = b"", *, count: int = 0, flags: int = 0) -> bytes:
-        """A request and its answer, neither with a body."""
-        head, answer = self.receive(self.send(op, meta, count=count, flags=flags), op)
+    def call(self, op: Op, meta: bytes = b"", *, count: int = 0, flags: int = 0, expected: int = 1024) -> bytes:
+        """A request and its answer, neither with a body. So many `expected` bytes are read with the head."""
+        head, answer = self.receive(self.send(op, meta, count=count, flags=flags), op, expected)
         if head.body_bytes:
             raise ProtocolError(f"an answer to {op.name} with a body")
         return answer
@@ -129,8 +130,7 @@ class Channel:
         if time.monotonic() - self.used_at < IDLE_CHECK_S:
             return True
         try:
-            self.wire.sock.settimeout(0)
-            self.wire.sock.recv(1, socket.MSG_PEEK)
+            self.wire.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
@@ -145,21 +145,20 @@ class Peer:
     """One server, as a client sees it. Thread-safe."""
 
     def __init__(
-        self, address: Address, *, token: str, max_connections: int, same_host: bool, epoch: int, verify: bool
+        self, address: Address, *, token: str, max_connections: int, same_host: bool, epoch: int, watchdog: Watchdog
     ) -> None:
         self.address = address
         self.max_connections = max_connections
-        self.verify = verify
+        self._watchdog = watchdog
         self._token = token
         self._epoch = epoch
         self._lock = threading.Lock()
         self._breaker = Breaker()
         self._closed = False
         self._idle: dict[bool, list[Channel]] = {False: [], True: []}
-        self._room = {
-            False: threading.BoundedSemaphore(max_connections),
-            True: threading.BoundedSemaphore(MAX_UNIX_CONNECTIONS),
-        }
+        self._in_use = {False: 0, True: 0}
+        """Connections by kind: TCP, unix."""
+        self._returned = threading.Condition(self._lock)
         self._may_map = same_host
         self._info: ServerInfo | None = None
         self._arena: MappedArena | None = None
@@ -184,26 +183,22 @@ class Peer:
 
         Raises `UnavailableError` while the server is left alone, `DeadlineError`, other `OSError`s, and `GCacheError`.
         """
-        began = time.monotonic()
-        if not self._room[unix].acquire(timeout=max(0.0, deadline - began)):
-            raise DeadlineError("all connections to the server are in use")
+        budget_s = deadline - time.monotonic()
+        channel = self._check_out(deadline, unix=unix)
         try:
-            with self._lock:
-                if self._closed or not self._breaker.allows(time.monotonic_ns()):
-                    raise UnavailableError(f"gcache server {self.address.name} is left alone for a while")
-            channel: Channel | None = None
-            try:
-                channel = self._take(deadline, unix=unix)
-                channel.wire.deadline = deadline
-                yield channel
-            except BaseException as error:
-                self._failed(error, deadline - began)
+            if channel is None or not channel.looks_open():
                 if channel is not None:
                     channel.wire.close()
-                raise
-            self._put_back(channel, unix=unix)
-        finally:
-            self._room[unix].release()
+                    channel = None
+                channel = self._connect(deadline, unix=unix)
+            channel.wire.arm(deadline)
+            yield channel
+        except BaseException as error:
+            if channel is not None:
+                channel.wire.close()
+            self._failed(error, budget_s, unix=unix)
+            raise
+        self._check_in(channel, unix=unix)
 
     def close(self) -> None:
         """Close the connections that are idle; others are closed when they are given back."""
@@ -214,61 +209,78 @@ class Peer:
         for channel in idle:
             channel.wire.close()
 
-    def _take(self, deadline: float, *, unix: bool) -> Channel:
-        while True:
-            with self._lock:
-                channel = self._idle[unix].pop() if self._idle[unix] else None
-            if channel is None:
-                return self._connect(deadline, unix=unix)
-            if channel.looks_open():
-                return channel
-            channel.wire.close()
+    def _check_out(self, deadline: float, *, unix: bool) -> Channel | None:
+        """An idle connection, or leave to make one."""
+        limit = MAX_UNIX_CONNECTIONS if unix else self.max_connections
+        with self._returned:
+            while self._in_use[unix] >= limit:
+                if not self._returned.wait(max(0.0, deadline - time.monotonic())):
+                    raise DeadlineError("all connections to the server are in use")
+            if self._closed or not self._breaker.allows(time.monotonic_ns()):
+                raise UnavailableError(f"gcache server {self.address.name} is left alone for a while")
+            self._in_use[unix] += 1
+            idle = self._idle[unix]
+            return idle.pop() if idle else None
 
-    def _put_back(self, channel: Channel, *, unix: bool) -> None:
+    def _check_in(self, channel: Channel, *, unix: bool) -> None:
         channel.used_at = time.monotonic()
-        with self._lock:
+        usable = channel.wire.disarm()
+        with self._returned:
             self._breaker.succeeded()
-            if not self._closed:
+            self._in_use[unix] -= 1
+            self._returned.notify()
+            if usable and not self._closed:
                 self._idle[unix].append(channel)
                 return
         channel.wire.close()
 
-    def _failed(self, error: BaseException, budget_s: float) -> None:
+    def _failed(self, error: BaseException, budget_s: float, *, unix: bool) -> None:
         hasty = isinstance(error, DeadlineError) and budget_s < LEAST_BUDGET_S
-        with self._lock:
+        idle: list[Channel] = []
+        with self._returned:
+            self._in_use[unix] -= 1
+            self._returned.notify()
             if isinstance(error, OSError | ProtocolError) and not hasty:
                 self._breaker.failed(time.monotonic_ns())
+                # What was connected to the same process has most likely ended with it.
+                idle = [*self._idle[False], *self._idle[True]]
+                self._idle = {False: [], True: []}
             else:  # the server is not to blame
                 self._breaker.probing = False
-        if isinstance(error, OSError):
-            # What was connected to the same process has most likely ended with it.
-            with self._lock:
-                idle, self._idle = self._idle, {False: [], True: []}
-            for channel in (*idle[False], *idle[True]):
-                channel.wire.close()
+        for channel in idle:
+            channel.wire.close()
 
     def _connect(self, deadline: float, *, unix: bool) -> Channel:
         left = min(CONNECT_TIMEOUT_S, deadline - time.monotonic())
         if left <= 0:
             raise DeadlineError("the deadline has passed")
         try:
-            if unix:
-                assert self._info is not None
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                sock.settimeout(left)
-                sock.connect(self._info.socket)
-            else:
-                sock = socket.create_connection((self.address.host, self.address.port), timeout=left)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = self._connect_unix(left) if unix else self._connect_tcp(left)
         except TimeoutError:
             raise DeadlineError("the deadline has passed") from None
-        wire = Wire(sock, ANSWER_MAGIC)
-        wire.deadline = deadline
+        wire = Wire(sock, ANSWER_MAGIC, self._watchdog)
         try:
+            wire.arm(deadline)
             return self._greet(wire, unix=unix)
         except BaseException:
             wire.close()
             raise
+
+    def _connect_tcp(self, timeout_s: float) -> socket.socket:
+        sock = socket.create_connection((self.address.host, self.address.port), timeout=timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def _connect_unix(self, timeout_s: float) -> socket.socket:
+        assert self._info is not None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(self._info.socket)
+        except OSError:
+            sock.close()
+            raise
+        return sock
 
     def _greet(self, wire: Wire, *, unix: bool) -> Channel:
         channel = Channel(wire, ServerInfo(0, "", "", "", "", ""), None, self._epoch)

@@ -28,6 +28,8 @@ from cygnet.gcache.runtime.lanes import (
 )
 from cygnet.gcache.runtime.sized import get_whole
 from cygnet.gcache.runtime.views import View
+from cygnet.gcache.runtime.watchdog import Watchdog
+from cygnet.gcache.runtime.wire import DeadlineError
 from cygnet.kv.runtime.disk_store.team import Team
 from cygnet.kv.store import Outcome
 
@@ -92,6 +94,7 @@ class GCacheClient:
         self.placement = Placement(
             (Member(server.name, server.group, server.weight) for server in options.servers), options.epoch
         )
+        self._watchdog = Watchdog("gcache-deadlines")
         self._peers = {
             server.name: Peer(
                 server,
@@ -99,7 +102,7 @@ class GCacheClient:
                 max_connections=options.connections,
                 same_host=options.same_host,
                 epoch=options.epoch,
-                verify=options.verify,
+                watchdog=self._watchdog,
             )
             for server in options.servers
         }
@@ -242,7 +245,13 @@ class GCacheClient:
 
     def view(self, key: bytes, *, timeout_s: float | None = None, route: Route = ANYWHERE) -> View | Outcome:
         """The object in place, if its server is on this machine."""
-        return self.batch_view([key], timeout_s=timeout_s, route=route)[0]
+        deadline = self._deadline(timeout_s)
+        _checked([key])
+        peer = self._peers[self.placement.owner(key, route.root, route.range_)]
+        try:
+            return view_all(peer, [Want(key)], deadline)[0] if peer.is_local(deadline) else Outcome.FAILED
+        except FAILURES as error:
+            return Outcome.TIMED_OUT if isinstance(error, DeadlineError) else Outcome.FAILED
 
     # --- servers
 
@@ -283,6 +292,7 @@ class GCacheClient:
         for peer in self._peers.values():
             peer.close()
         self._team.close(time.monotonic() + self.options.timeout_s)
+        self._watchdog.close()
 
     # --- inside
 

@@ -24,6 +24,7 @@ from cygnet.gcache.protocol import (
     Put,
     Status,
     Viewed,
+    Want,
     pack_answer,
     pack_flags,
     pack_gots,
@@ -37,6 +38,7 @@ from cygnet.gcache.record import CHUNK_BYTES, chunk_seed, num_chunks
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
 from cygnet.gcache.runtime.uploads import Upload, Uploads
+from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
 
 U64_MASK = (1 << 64) - 1
@@ -54,6 +56,7 @@ class Service:
 
     cache: Cache
     uploads: Uploads
+    watchdog: Watchdog
     info: ServerInfo
     token: str
     """Empty: everyone may."""
@@ -66,7 +69,7 @@ class Connection:
     """Reads frames, carries them out, answers. All it has pinned is let go when it ends, however it ends."""
 
     def __init__(self, sock: socket.socket, owner: int, service: Service) -> None:
-        self._wire = Wire(sock, REQUEST_MAGIC)
+        self._wire = Wire(sock, REQUEST_MAGIC, service.watchdog)
         self._owner = owner
         self._service = service
         self._cache = service.cache
@@ -98,12 +101,12 @@ class Connection:
 
     def _serve_one(self) -> None:
         wire = self._wire
-        wire.deadline = float("inf")  # an idle connection is fine
+        wire.arm(float("inf"))  # an idle connection is fine
         try:
             head = wire.read_head()
         except ProtocolError as error:
             self._refuse(0, 0, Status.BAD_REQUEST, str(error))
-        wire.deadline = time.monotonic() + self._cache.limits.frame_timeout_s
+        wire.arm(time.monotonic() + self._cache.limits.frame_timeout_s)
         meta = wire.read_bytes(head.meta_bytes)
         deadline = time.monotonic() + (head.budget_ms / 1000 if head.budget_ms else DEFAULT_BUDGET_S)
         handler = self._handlers.get(head.op)
@@ -124,7 +127,7 @@ class Connection:
             self._refuse(head.op, head.request_id, Status.DENIED, str(error))
 
     def _refuse(self, op: int, request_id: int, status: Status, why: str) -> None:
-        self._wire.deadline = time.monotonic() + 1.0
+        self._wire.arm(time.monotonic() + 1.0)
         self._wire.send([pack_answer(op, request_id, why.encode(), status=status, epoch=self._service.epoch)])
         raise PeerClosedError(why)
 
@@ -132,7 +135,7 @@ class Connection:
         self, head: FrameHead, meta: bytes = b"", body: Sequence[memoryview] = (), status: Status = Status.OK
     ) -> None:
         wire = self._wire
-        wire.deadline = time.monotonic() + self._cache.limits.frame_timeout_s
+        wire.arm(time.monotonic() + self._cache.limits.frame_timeout_s)
         packed = pack_answer(
             head.op,
             head.request_id,
@@ -224,26 +227,32 @@ class Connection:
         return Got(Item.OK, entry.value_bytes, entry.version, first, count, sums), part
 
     def _view(self, head: FrameHead, meta: bytes, deadline: float) -> None:
-        cache, viewed = self._cache, []
         released, wants = unpack_view(meta, head.count)
-        if released:
-            cache.end_leases(self._owner, released)
-        for want in wants:
-            entry = cache.acquire(want.key, deadline)
-            if isinstance(entry, Item):
-                viewed.append(Viewed(entry))
-                continue
-            fits = want.value_bytes in (ANY, entry.value_bytes)
-            lease = cache.lease(entry, self._owner) if fits else None
-            if lease is None:
-                cache.release([entry])
-                viewed.append(Viewed(Item.FAILED if fits else Item.MISS))
-            else:
-                offset = cache.value_offset(entry)
-                viewed.append(Viewed(Item.OK, entry.slot, offset, entry.value_bytes, entry.stamp, lease))
-        for one in viewed:
-            cache.count_get(Item(one.status), one.value_bytes)
+        leased = self._cache.lease([want.key for want in wants], self._owner, released)
+        viewed = [
+            self._view_slowly(want, deadline) if found is None else self._viewed(want, *found)
+            for want, found in zip(wants, leased, strict=True)
+        ]
         self._answer(head, pack_viewed(viewed))
+
+    def _view_slowly(self, want: Want, deadline: float) -> Viewed:
+        """An object that is not in memory, or not checked yet."""
+        entry = self._cache.acquire(want.key, deadline)
+        if isinstance(entry, Item):
+            self._cache.count_get(entry, 0)
+            return Viewed(entry)
+        leased = self._cache.lease([want.key], self._owner, ())[0]
+        self._cache.release([entry])
+        if leased is None:
+            self._cache.count_get(Item.FAILED, 0)
+            return Viewed(Item.FAILED)
+        return self._viewed(want, *leased)
+
+    def _viewed(self, want: Want, entry: Entry, lease: int) -> Viewed:
+        if want.value_bytes not in (ANY, entry.value_bytes):
+            self._cache.lease((), self._owner, (lease,))
+            return Viewed(Item.MISS)
+        return Viewed(Item.OK, entry.slot, self._cache.value_offset(entry), entry.value_bytes, entry.stamp, lease)
 
     # --- values in
 

@@ -17,6 +17,7 @@ from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.greeting import ServerInfo
 from cygnet.gcache.runtime.shared_memory import ARENA, SOCKET, open_shared_memory
 from cygnet.gcache.runtime.uploads import Uploads
+from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.version import __version__
 
 DEFAULT_PORT = 7400
@@ -83,6 +84,7 @@ class Server:
         self.service = Service(
             cache=self.cache,
             uploads=Uploads(self.cache),
+            watchdog=Watchdog("gcache-watchdog"),
             info=ServerInfo(
                 version=PROTOCOL_VERSION,
                 server_id=options.server_id or f"{options.host}:{self.port}",
@@ -134,6 +136,7 @@ class Server:
         for sock, thread in open_:
             _shut(sock, socket.SHUT_RDWR)
             thread.join(max(0.0, deadline - time.monotonic()))
+        self.service.watchdog.close()
         self.service.uploads.expire(everything=True)
         self.cache.close(write_down=write_down, timeout_s=max(0.0, deadline - time.monotonic()))
 

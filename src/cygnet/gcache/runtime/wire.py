@@ -1,10 +1,11 @@
 """Frames over a blocking socket: heads and meta through a small buffer, values straight into and out of memory.
 
-`Wire` holds all waiting to one absolute deadline, however the peer trickles: it is looked at before every call that
-may block. Once it has passed nothing more is read, so nothing is written to anyone's memory afterwards.
+`Wire` holds all waiting to one absolute deadline, however the peer trickles. Once it has passed the socket is shut
+down and nothing more is read, so nothing is written to anyone's memory afterwards.
 """
 
 import socket
+import threading
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from cygnet.gcache.limits import MAX_META_BYTES
 from cygnet.gcache.protocol import HEAD_BYTES, FrameHead, unpack_head
+from cygnet.gcache.runtime.watchdog import Watchdog
 
 BUFFER_BYTES = 4096
 """Most that is read ahead of a head. What of it belongs to a value is copied, so it is small."""
@@ -68,29 +70,56 @@ class Wire:
     be closed.
     """
 
-    def __init__(self, sock: socket.socket, magic: bytes) -> None:
+    def __init__(self, sock: socket.socket, magic: bytes, watchdog: Watchdog) -> None:
         self.sock = sock
+        sock.settimeout(None)
         self.deadline = float("inf")
-        """Monotonic seconds, for all that follows."""
+        """Monotonic seconds, for all that follows; set it with `arm`."""
+        self.expired = False
         self._magic = magic
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0
-
-    @property
-    def num_buffered(self) -> int:
-        """Bytes that were read ahead."""
-        return self._end - self._begin
+        self._watchdog = watchdog
+        self._lock = threading.Lock()
+        watchdog.add(self)
 
     def close(self) -> None:
         """Close the socket."""
+        self._watchdog.discard(self)
         self.sock.close()
 
-    def arm(self) -> None:
-        """Make the next call end by the deadline."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlineError("the deadline has passed")
-        self.sock.settimeout(left if left < 1e6 else None)
+    def arm(self, deadline: float) -> None:
+        """Have everything end by `deadline`."""
+        self.deadline = deadline
+        if deadline < self._watchdog.wakes_at:
+            if deadline <= time.monotonic():
+                raise DeadlineError("the deadline has passed")
+            self._watchdog.nudge()
+
+    def disarm(self) -> bool:
+        """Nothing is waited for any more; `False` when the deadline had passed, and the socket is shut down."""
+        with self._lock:
+            self.deadline = float("inf")
+            return not self.expired
+
+    def expire(self) -> None:
+        """The deadline has passed: whoever waits returns at once."""
+        with self._lock:
+            if self.deadline == float("inf"):
+                return
+            self.expired = True
+            self.deadline = float("inf")
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed already
+
+    def _ended(self) -> Exception:
+        return (
+            DeadlineError("the deadline has passed")
+            if self.expired
+            else PeerClosedError("the peer closed the connection")
+        )
 
     # --- reading
 
@@ -133,16 +162,12 @@ class Wire:
             target[:size] = self._buffer[self._begin : self._begin + size]
             self._begin += size
             return size
-        self.arm()
-        try:
-            if len(target) >= STREAM_BYTES or at + 1 == len(pieces):
-                got = self.sock.recv_into(target)
-            else:
-                got = self.sock.recvmsg_into(_views(target, pieces, at + 1))[0]
-        except TimeoutError:
-            raise DeadlineError("the deadline has passed") from None
+        if len(target) >= STREAM_BYTES or at + 1 == len(pieces):
+            got = self.sock.recv_into(target)
+        else:
+            got = self.sock.recvmsg_into(_views(target, pieces, at + 1))[0]
         if not got:
-            raise PeerClosedError("the peer closed the connection")
+            raise self._ended()
         return got
 
     def _fill(self, needed: int, wanted: int) -> None:
@@ -154,36 +179,30 @@ class Wire:
             self._buffer[:have] = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, have
         while self._end < needed:
-            self.arm()
-            try:
-                got = self.sock.recv_into(self._buffer[self._end : max(wanted, needed)])
-            except TimeoutError:
-                raise DeadlineError("the deadline has passed") from None
+            got = self.sock.recv_into(self._buffer[self._end : max(wanted, needed)])
             if not got:
-                raise PeerClosedError("the peer closed the connection")
+                raise self._ended()
             self._end += got
 
     # --- writing
 
     def send(self, parts: "Sequence[bytes | memoryview]") -> None:
         """Send all parts, in order, without copying them together."""
-        left = [part for part in parts if len(part)]
         try:
-            if len(left) == 1:
-                self.arm()
-                self.sock.sendall(left[0])
+            if len(parts) == 1:
+                self.sock.sendall(parts[0])
                 return
+            left = [part for part in parts if len(part)]
             at = 0
             while at < len(left):
-                self.arm()
                 sent = self.sock.sendmsg(left[at : at + MAX_PARTS])
                 while at < len(left) and sent >= len(left[at]):
                     sent -= len(left[at])
                     at += 1
                 if sent:
                     left[at] = memoryview(left[at])[sent:]
-        except TimeoutError:
-            raise DeadlineError("the deadline has passed") from None
+        except OSError as error:
+            raise self._ended() if self.expired else error from None
 
 
 def _views(first: memoryview, pieces: Sequence[Piece], at: int) -> list[memoryview]:
