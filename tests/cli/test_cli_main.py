@@ -28,7 +28,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert run.stdout.rstrip().endswith("LOADED []")
 
 
-@pytest.mark.parametrize("verb", (*VERBS, *GCACHE_VERBS), ids="-".join)
+@pytest.mark.parametrize("verb", [*VERBS, *GCACHE_VERBS], ids="-".join)
 def test_help_fits_a_screen(invoke: Any, verb: list[str]) -> None:
     result = invoke(*verb, "--help")
     lines = result.output.splitlines()

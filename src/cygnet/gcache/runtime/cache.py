@@ -88,17 +88,6 @@ class Cache:
             found = self._verify(found)
         return found
 
-    def count_get(self, item: Item, num_bytes: int) -> None:
-        """Count an answer."""
-        with self._lock:
-            self.counts.gets[item] += 1
-            self.counts.bytes_got += num_bytes
-
-    def count_put(self, item: Item) -> None:
-        """Count an answer."""
-        with self._lock:
-            self.counts.puts[item] += 1
-
     def release(self, entries: list[Entry]) -> None:
         """Undo `acquire`."""
         with self._lock:

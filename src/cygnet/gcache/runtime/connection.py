@@ -204,7 +204,7 @@ class Connection:
                 if part:
                     body.append(part)
                     room -= len(part)
-                cache.count_get(Item(got.status), len(part))
+                cache.counts.got(Item(got.status), len(part))
             self._answer(head, pack_gots(gots), body)
         finally:
             cache.release(pinned)
@@ -239,12 +239,12 @@ class Connection:
         """An object that is not in memory, or not checked yet."""
         entry = self._cache.acquire(want.key, deadline)
         if isinstance(entry, Item):
-            self._cache.count_get(entry, 0)
+            self._cache.counts.got(entry, 0)
             return Viewed(entry)
         leased = self._cache.lease([want.key], self._owner, ())[0]
         self._cache.release([entry])
         if leased is None:
-            self._cache.count_get(Item.FAILED, 0)
+            self._cache.counts.got(Item.FAILED, 0)
             return Viewed(Item.FAILED)
         return self._viewed(want, *leased)
 
@@ -308,7 +308,7 @@ class Connection:
             else:
                 self._cache.abandon(place)
                 item = Item.TORN
-        self._cache.count_put(item)
+        self._cache.counts.put(item)
         return item
 
     def _cut_short(self, one: "_Arriving", deadline: float) -> None:

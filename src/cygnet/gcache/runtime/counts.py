@@ -1,5 +1,6 @@
 """What a server counts."""
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -8,7 +9,7 @@ from cygnet.gcache.protocol import Item
 
 @dataclass
 class Counts:
-    """Since the server was started. Changed under the cache's lock."""
+    """Since the server was started. Answers are counted by methods, everything else under the cache's lock."""
 
     gets: Counter[Item] = field(default_factory=Counter)
     puts: Counter[Item] = field(default_factory=Counter)
@@ -21,6 +22,18 @@ class Counts:
     bytes_got: int = 0
     bytes_put: int = 0
     torn_objects: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def got(self, item: Item, num_bytes: int) -> None:
+        """An object, or a slice, was answered with this."""
+        with self._lock:
+            self.gets[item] += 1
+            self.bytes_got += num_bytes
+
+    def put(self, item: Item) -> None:
+        """An object, or a slice, that was put was answered with this."""
+        with self._lock:
+            self.puts[item] += 1
 
     def as_dict(self) -> dict[str, object]:
         """By name; outcomes by theirs."""

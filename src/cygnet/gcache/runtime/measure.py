@@ -4,8 +4,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from cygnet.base.errors import CygnetError
 from cygnet.gcache.record import full_key
 from cygnet.gcache.runtime.client import GCacheClient
@@ -17,12 +15,11 @@ def measure(client: GCacheClient, object_bytes: int, count: int, batch: int) -> 
 
     Raises `CygnetError` when an object is refused, missing or wrong.
     """
-    random = np.random.default_rng()
-    source = random.integers(0, 256, object_bytes + count, np.uint8)
+    source = memoryview(os.urandom(object_bytes + count))
     namespace = b"bench-" + os.urandom(4).hex().encode()
     keys = [full_key(namespace, b"%d" % number) for number in range(count)]
-    values = [memoryview(source)[number : number + object_bytes] for number in range(count)]
-    into = [memoryview(np.zeros(object_bytes, np.uint8)) for _ in range(min(batch, count))]
+    values = [source[number : number + object_bytes] for number in range(count)]
+    into = [bytearray(object_bytes) for _ in range(min(batch, count))]
     try:
         puts = _time(keys, batch, lambda first, some: client.batch_put(some, values[first : first + len(some)]))
         gets = _time(keys, batch, lambda first, some: client.batch_get_into(some, into[: len(some)]))
@@ -30,7 +27,7 @@ def measure(client: GCacheClient, object_bytes: int, count: int, batch: int) -> 
             some = keys[first : first + batch]
             client.batch_get_into(some, into[: len(some)])
             for value, got in zip(values[first : first + batch], into, strict=False):
-                if not np.array_equal(np.asarray(value), np.asarray(got)):
+                if value != got:
                     raise CygnetError("an object came back with other bytes than were put")
     finally:
         client.clear(namespace)
