@@ -142,6 +142,22 @@ def test_removing_and_clearing_reach_the_disk(tmp_path: Path) -> None:
         assert cached.audit() == []
 
 
+def test_a_load_waits_for_cold_objects_to_be_written_and_loses_none(tmp_path: Path) -> None:
+    """Memory full of objects that the disk has not got, though enough others are clean: it must not wait for ever."""
+    with cache(tmp_path) as cached:
+        for number in range(100, 106):
+            put(cached, key(number), value_of(number))
+        down(cached)
+        for number in range(70):
+            assert put(cached, key(number), value_of(number, 40_000)) is Item.OK
+        for number in range(100, 106):  # used ones are not offered as victims before the others
+            for _ in range(3):
+                assert get(cached, key(number)) == value_of(number)
+        assert [get(cached, key(number)) for number in range(70)] == [value_of(n, 40_000) for n in range(70)]
+        assert cached.counts.dropped_objects == 0
+        assert cached.audit() == []
+
+
 def test_exists_asks_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache(tmp_path) as cached:
         put(cached, key(1), value_of(1))

@@ -77,7 +77,7 @@ class ServerProcess:
         assert self._process is not None
         self._process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
-            self._process.wait(20)
+            self._process.communicate(timeout=20)
 
     def stop(self) -> int:
         """End it, whatever state it is in; its exit code."""
@@ -85,7 +85,7 @@ class ServerProcess:
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         try:
-            self._process.wait(20)
+            self._process.communicate(timeout=20)
         finally:
             self._process.kill()
             self._process.communicate()

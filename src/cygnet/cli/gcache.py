@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import signal
+
     from cygnet.gcache.runtime.client import GCacheClient
     from cygnet.gcache.runtime.server import ServerOptions
 
@@ -53,6 +55,9 @@ def serve(
     json: Annotated[bool, typer.Option("--json", help="say that it serves as a line of JSON")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. What is in memory is found again by the next start."""
+    import signal
+
+    ends = _hold_signals()  # first: libraries start threads when they are loaded
     from cygnet.gcache.runtime.exposition import Exposition
     from cygnet.gcache.runtime.server import Server
 
@@ -67,7 +72,7 @@ def serve(
         raise
     try:
         _announce(server.stats(), host, server.port, None if metrics is None else metrics.port, as_json=json)
-        _wait_for_signal()
+        signal.sigwait(ends)
     finally:
         if metrics is not None:
             metrics.close()
@@ -215,14 +220,13 @@ def _announce(stats: dict[str, object], host: str, port: int, metrics_port: int 
     print(f"gcache serves gcache://{host}:{port}: {tiers}, {stats['objects']} objects found", flush=True)
 
 
-def _wait_for_signal() -> None:
+def _hold_signals() -> "set[signal.Signals]":
+    """Keep the signals that end the server for `sigwait`. Threads started afterwards don't get them either."""
     import signal
-    import threading
 
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    return ends
 
 
 def _client(servers: str, *, same_host: bool = True) -> "GCacheClient":

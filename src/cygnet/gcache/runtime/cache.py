@@ -23,7 +23,7 @@ from cygnet.kv.store import Outcome
 WRITE_DOWN_BYTES = 8 << 20
 """Most that is written down with one call, and pinned for it."""
 DISK_TIMEOUT_S = 10.0
-WAIT_FOR_DISK_S = 0.2
+WAIT_FOR_DISK_S = 1.0
 """How long a put waits for cold objects to be written down before it drops one."""
 RETRY_S = 1.0
 """Pause after the disk took nothing."""
@@ -65,6 +65,8 @@ class Cache:
         self._closing = False
         self._disk_takes = True
         """Whether the disk took something when it was last given something."""
+        self._starved = False
+        """Someone waits for room that only writing down can make, whatever share is clean."""
         for entry in sorted(self._arena.entries(), key=lambda entry: entry.version):
             entry.clean = disk is not None and disk.record_bytes(entry.key) == entry.num_bytes
             self._tiering.add(entry)
@@ -318,7 +320,7 @@ class Cache:
             expired = self._arena.find(key) is not None
         if record_bytes is None or record_bytes % GRANULE or expired:
             return Item.MISS
-        entry = self._room(lambda: self._arena.begin_record(key, record_bytes), record_bytes, deadline)
+        entry = self._room(lambda: self._arena.begin_record(key, record_bytes), record_bytes, deadline, for_load=True)
         if isinstance(entry, Item):
             return Item.TIMED_OUT if entry is Item.FULL else entry
         memory = self._arena.record(entry)
@@ -343,9 +345,11 @@ class Cache:
             self.counts.torn_objects += outcome is Outcome.TORN
         return FROM_DISK.get(outcome, Item.FAILED)
 
-    def _room(self, begin: Callable[[], Entry | None], needed: int, deadline: float) -> Entry | Item:
-        """What `begin` gives, with as many objects given up as it takes."""
-        patience = min(deadline, time.monotonic() + WAIT_FOR_DISK_S)
+    def _room(
+        self, begin: Callable[[], Entry | None], needed: int, deadline: float, *, for_load: bool = False
+    ) -> Entry | Item:
+        """What `begin` gives, with as many objects given up as it takes; for a load only such as the disk has."""
+        patience = deadline if for_load else min(deadline, time.monotonic() + WAIT_FOR_DISK_S)
         with self._lock:
             given_up = 0
             while True:
@@ -362,9 +366,11 @@ class Cache:
                     self._tiering.lost_copy(victim)
                     continue
                 now = time.monotonic()
-                if victim is None or (self._must_be_written(victim) and self._disk_takes and now < patience):
+                dirty = victim is not None and self._must_be_written(victim)
+                if victim is None or (dirty and (for_load or (self._disk_takes and now < patience))):
                     if now >= patience:
                         return Item.FULL if now < deadline else Item.TIMED_OUT
+                    self._starved = dirty
                     self._wanted.notify()
                     self._changed.wait(patience - now)
                     continue
@@ -445,22 +451,20 @@ class Cache:
     def _write_down_forever(self) -> None:
         while True:
             with self._lock:
-                while not self._closing and not self._to_write_down(everything=False):
+                while not self._closing and not self._to_write_down(everything=self._starved):
                     self._wanted.wait(RETRY_S)
                 if self._closing:
                     return
-            if not self._write_down(everything=False):
+                starved, self._starved = self._starved, False
+            if not self._write_down(everything=starved):
                 with self._lock:
                     if not self._closing:
                         self._wanted.wait(RETRY_S)
 
     def _to_write_down(self, *, everything: bool) -> list[Entry]:
         free = self._arena.capacity_bytes - self._arena.used_bytes
-        chosen = (
-            self._tiering.all_dirty(WRITE_DOWN_BYTES)
-            if everything
-            else self._tiering.to_write_down(free, WRITE_DOWN_BYTES)
-        )
+        tiering = self._tiering
+        chosen = tiering.all_dirty(WRITE_DOWN_BYTES) if everything else tiering.to_write_down(free, WRITE_DOWN_BYTES)
         return [entry for entry in chosen if entry.key not in self._in_transition]
 
     def _write_down(self, *, everything: bool) -> int:
@@ -471,9 +475,8 @@ class Cache:
                 self._arena.pin(entry)
                 self._in_transition.add(entry.key)
         whole = [entry for entry in chosen if entry.verified or self._is_whole(entry)]
-        outcomes = self._on_disk.write(
-            [entry.key for entry in whole], [self._arena.record(entry) for entry in whole], DISK_TIMEOUT_S
-        )
+        records = [self._arena.record(entry) for entry in whole]
+        outcomes = self._on_disk.write([entry.key for entry in whole], records, DISK_TIMEOUT_S)
         taken = {entry for entry, outcome in zip(whole, outcomes, strict=True) if outcome is Outcome.OK}
         with self._lock:
             for entry in chosen:
