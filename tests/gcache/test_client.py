@@ -241,6 +241,22 @@ def test_a_call_ends_by_its_deadline(answer: Answer) -> None:
         assert bytes(buffer) == snapshot, "written to after the call had returned"
 
 
+def test_a_silent_server_does_not_hold_up_the_others() -> None:
+    """In a batch over both, wherever it comes in the order, and with servers on this machine or not."""
+    for same_host in (True, False):
+        with impostor(silent) as port, server() as running:
+            for ports in ((port, running.port), (running.port, port)):
+                with client(*ports, timeout_s=0.4, same_host=same_host) as sdk:
+                    names = [key(number) for number in range(50)]
+                    mine = [name for name in names if sdk.placement.owner(name).endswith(str(running.port))]
+                    sdk.batch_put(names, [b"v" * 3000] * 50)
+                    outcomes = dict(
+                        zip(names, sdk.batch_get_into(names, [bytearray(3000) for _ in names]), strict=True)
+                    )
+                    assert {outcomes[name] for name in mine} == {Outcome.OK}
+                    assert sdk.batch_exists(names) == [name in mine for name in names]
+
+
 def lying(changes: dict[str, object], body: bytes = b"x" * 100) -> Answer:
     def answer(sock: socket.socket, head: FrameHead) -> None:
         fields: dict[str, object] = {

@@ -34,9 +34,7 @@ FROM_DISK = {Outcome.MISS: Item.MISS, Outcome.TORN: Item.TORN, Outcome.TIMED_OUT
 
 
 class Cache:
-    """Memory over disk. Thread-safe.
-
-    Deadlines are monotonic seconds. Objects are handed out pinned: each `acquire` needs a `release`, each `reserve` a
+    """Memory over disk. Thread-safe. Deadlines are monotonic seconds. Objects are handed out pinned: each `acquire` needs a `release`, each `reserve` a
     `commit` or `abandon`.
     """
 
@@ -376,7 +374,8 @@ class Cache:
                     continue
                 victims: list[Entry] | None = [victim]
                 if given_up >= TRIES:
-                    victims = self._arena.clearing(victim, needed, self._may_go)
+                    sparing = for_load or (self._disk_takes and now < patience)
+                    victims = self._arena.clearing(victim, needed, lambda e: self._may_go(e, sparing=sparing))
                 for one in victims or [victim]:
                     self._give_up(one)
                     given_up += 1
@@ -388,8 +387,11 @@ class Cache:
     def _must_be_written(self, victim: Entry) -> bool:
         return self._disk is not None and not victim.clean
 
-    def _may_go(self, entry: Entry) -> bool:
-        return not entry.pins and self._arena.find(entry.key) is entry
+    def _may_go(self, entry: Entry, *, sparing: bool) -> bool:
+        """Whether a neighbour may be given up for room; `sparing`: only if the disk has it."""
+        if entry.pins or self._arena.find(entry.key) is not entry or self._has_lost_its_copy(entry):
+            return False
+        return not (sparing and self._must_be_written(entry))
 
     def _give_up(self, entry: Entry) -> None:
         self.counts.evicted_objects += 1

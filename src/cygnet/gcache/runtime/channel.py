@@ -168,6 +168,11 @@ class Peer:
         """Whether it has failed lately."""
         return self._breaker.is_open
 
+    @property
+    def may_be_local(self) -> bool:
+        """Whether its arena can be mapped here, as far as is known without asking it."""
+        return self._may_map and (self._info is None or self._arena is not None)
+
     def is_local(self, deadline: float) -> bool:
         """Whether its arena can be mapped here. Connects to find out, the first time."""
         if not self._may_map:

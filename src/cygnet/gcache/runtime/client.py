@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -143,10 +144,8 @@ class GCacheClient:
         views = _views(_checked(keys), buffers, writable=True)
         results = [Result() for _ in keys]
         outcomes: list[Outcome | None] = [None] * len(keys)
-        lanes: list[Lane] = []
-        for peer, places in self._shares(keys, route):
-            if self._is_local(peer, deadline):
-                self._copy(peer, places, keys, views, outcomes, deadline)
+
+        def frames(places: list[int]) -> "deque[Frame]":
             left = [at for at in places if outcomes[at] is None]
             parts = cut(
                 [keys[at] for at in left],
@@ -154,9 +153,19 @@ class GCacheClient:
                 [results[at] for at in left],
                 self.options.slice_bytes,
             )
-            frames: deque[Frame] = deque(GetFrame(part, self.options.verify) for part in parts)
-            lanes += lanes_of(peer, frames, self.options.window, deadline)
-        self._run(lanes, deadline)
+            return deque(GetFrame(part, self.options.verify) for part in parts)
+
+        def copy(peer: Peer, places: list[int]) -> None:
+            self._copy(peer, places, keys, views, outcomes, deadline)
+            Lane(peer, frames(places), self.options.window, deadline).run()
+
+        tasks: list[Callable[[], None]] = []
+        for peer, places in self._shares(keys, route):
+            if peer.may_be_local:
+                tasks.append(partial(copy, peer, places))
+            else:
+                tasks += [lane.run for lane in lanes_of(peer, frames(places), self.options.window, deadline)]
+        self._team.run(tasks, _call, deadline)
         self._drop_torn(keys, results, route, deadline)
         return [outcome or result.outcome for outcome, result in zip(outcomes, results, strict=True)]
 
@@ -183,7 +192,7 @@ class GCacheClient:
             )
             frames: deque[Frame] = deque(PutFrame(part, ttl_ms) for part in parts)
             lanes += lanes_of(peer, frames, self.options.window, deadline)
-        self._run(lanes, deadline)
+        self._team.run(lanes, Lane.run, deadline)
         return [result.outcome for result in results]
 
     def batch_view(
@@ -342,18 +351,9 @@ class GCacheClient:
         self._run_tasks(list(self._peers.items()), one)
         return answers
 
-    def _run(self, lanes: list[Lane], deadline: float) -> None:
-        self._team.run(lanes, Lane.run, deadline)
-
     def _run_tasks(self, tasks: Iterable[T], work: Callable[[T], None]) -> None:
         # Each task keeps to the deadline by itself; none is left out, so that its failure is told apart.
         self._team.run(list(tasks), work, float("inf"))
-
-    def _is_local(self, peer: Peer, deadline: float) -> bool:
-        try:
-            return peer.is_local(deadline)
-        except FAILURES:
-            return False
 
     def _copy(
         self,
@@ -366,6 +366,8 @@ class GCacheClient:
     ) -> None:
         """Copy from a local server's arena; what fails is left, to be asked for over TCP."""
         try:
+            if not peer.is_local(deadline):
+                return
             found = copy_all(peer, [keys[at] for at in places], [views[at] for at in places], deadline)
         except FAILURES:
             return
@@ -377,6 +379,10 @@ class GCacheClient:
         torn = [key for key, result in zip(keys, results, strict=True) if result.torn_here]
         if torn:
             self.remove(torn, timeout_s=deadline - time.monotonic(), route=route)
+
+
+def _call(task: Callable[[], None]) -> None:
+    task()
 
 
 def _checked(keys: Sequence[bytes]) -> Sequence[bytes]:

@@ -232,6 +232,8 @@ class Lane:
     def run(self) -> None:
         """Take frames until there are none. Failures are results."""
         on_the_way: deque[Frame] = deque()
+        if not self.frames:
+            return
         try:
             with self.peer.channel(self.deadline) as channel:
                 while True:
