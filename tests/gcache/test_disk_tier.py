@@ -47,7 +47,7 @@ def put(cached: Cache, name: bytes, value: bytes) -> Item:
     entry = cached.reserve(name, len(value), 0, time.monotonic() + SOON)
     if isinstance(entry, Item):
         return entry
-    cached.value(entry)[:] = value
+    cached.arena.value(entry)[:] = value
     return cached.commit(entry, checksums(name, value), time.monotonic() + SOON)
 
 
@@ -56,7 +56,7 @@ def get(cached: Cache, name: bytes) -> bytes | Item:
     if isinstance(entry, Item):
         return entry
     try:
-        return bytes(cached.value(entry))
+        return bytes(cached.arena.value(entry))
     finally:
         cached.release([entry])
 
@@ -69,7 +69,7 @@ def down(cached: Cache) -> None:
         while (victim := cached._tiering.victim()) is not None:
             assert victim.clean
             cached._give_up(victim)
-    assert len(cached._arena) == 0
+    assert len(cached.arena) == 0
 
 
 def test_many_times_the_memory_is_found_again(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_new_arena_keeps_the_disk(tmp_path: Path) -> None:
     with cache(tmp_path) as cached:
         assert get(cached, key(1)) == value_of(1)
         assert put(cached, key(1), value_of(2)) is Item.OK
-        entry = cached._arena.find(key(1))
+        entry = cached.arena.find(key(1))
         assert entry is not None
         first = entry.version
         assert get(cached, key(1)) == value_of(2)
@@ -329,7 +329,7 @@ class Tiers(RuleBasedStateMachine):
     @rule()
     def let_go(self) -> None:
         for entry, value in self.held:
-            assert bytes(self.cached.value(entry)) == value
+            assert bytes(self.cached.arena.value(entry)) == value
         self.cached.release([entry for entry, _ in self.held])
         self.held.clear()
 
@@ -349,8 +349,8 @@ class Tiers(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         with self.cached._lock:
-            assert self.cached._arena.audit() == []
-            assert self.cached._tiering.audit(self.cached._arena.entries()) == []
+            assert self.cached.arena.audit() == []
+            assert self.cached._tiering.audit(self.cached.arena.entries()) == []
 
     def teardown(self) -> None:
         self.context.__exit__(None, None, None)

@@ -206,7 +206,7 @@ def test_a_put_cut_short_leaves_nothing() -> None:
             sock.sendall(put_frame(key(1), b"short"))
             assert list(answer(sock)[1]) == [Item.OK], "and does not stand in the way of the next"
         running.close()
-        assert running.cache._arena.used_bytes == 512
+        assert running.cache.arena.used_bytes == 512
 
 
 def test_a_put_that_trickles_is_given_up() -> None:
@@ -215,7 +215,7 @@ def test_a_put_that_trickles_is_given_up() -> None:
         frame = put_frame(key(1), bytes(3000))
         assert not trickle(sock, frame), "it was let go on to the end"
         running.close()
-        assert running.cache._arena.used_bytes == 0
+        assert running.cache.arena.used_bytes == 0
 
 
 def test_a_refused_value_is_read_away() -> None:

@@ -8,6 +8,7 @@ change where it lies wait for that. So memory and disk never hold different valu
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from cygnet.gcache.arena import Arena, Entry
 from cygnet.gcache.leases import Leases
@@ -34,8 +35,9 @@ FROM_DISK = {Outcome.MISS: Item.MISS, Outcome.TORN: Item.TORN, Outcome.TIMED_OUT
 
 
 class Cache:
-    """Memory over disk. Thread-safe. Deadlines are monotonic seconds. Objects are handed out pinned: each `acquire` needs a `release`, each `reserve` a
-    `commit` or `abandon`.
+    """Memory over disk. Thread-safe. Deadlines are monotonic seconds.
+
+    Objects are handed out pinned: each `acquire` needs a `release`, each `reserve` a `commit` or `abandon`.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Cache:
         self.counts = Counts()
         self._disk = disk
         self._wall_ns = wall_ns
-        self._arena = Arena(shared.memory)
-        self._tiering = Tiering(self._arena.capacity_bytes, has_lower_tier=disk is not None)
-        self._leases = Leases(int(limits.lease_s * 1e9), int(limits.max_leased_fraction * self._arena.capacity_bytes))
+        self.arena = Arena(shared.memory)
+        """Others may ask it where a pinned entry's bytes and checksums are, and nothing else."""
+        self._tiering = Tiering(self.arena.capacity_bytes, has_lower_tier=disk is not None)
+        self._leases = Leases(int(limits.lease_s * 1e9), int(limits.max_leased_fraction * self.arena.capacity_bytes))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """A transition has ended, or room may have come free."""
@@ -65,7 +68,7 @@ class Cache:
         """Whether the disk took something when it was last given something."""
         self._starved = False
         """Someone waits for room that only writing down can make, whatever share is clean."""
-        for entry in sorted(self._arena.entries(), key=lambda entry: entry.version):
+        for entry in sorted(self.arena.entries(), key=lambda entry: entry.version):
             entry.clean = disk is not None and disk.record_bytes(entry.key) == entry.num_bytes
             self._tiering.add(entry)
         self._writer: threading.Thread | None = None
@@ -92,20 +95,8 @@ class Cache:
         """Undo `acquire`."""
         with self._lock:
             for entry in entries:
-                self._arena.unpin(entry)
+                self.arena.unpin(entry)
             self._changed.notify_all()
-
-    def value(self, entry: Entry) -> memoryview:
-        """A pinned object's bytes."""
-        return self._arena.value(entry)
-
-    def sums(self, entry: Entry, first: int, count: int) -> bytes:
-        """A pinned object's packed checksums of some chunks."""
-        return self._arena.sums(entry, first, count)
-
-    def value_offset(self, entry: Entry) -> int:
-        """Where a pinned object's bytes lie in the arena's file."""
-        return self._arena.value_offset(entry)
 
     def exists(self, key: bytes, value_bytes: int | None, *, touch: bool) -> bool:
         """Whether an object (of that size) is there; from memory alone.
@@ -113,7 +104,7 @@ class Cache:
         For an object on the disk the size is compared in granules.
         """
         with self._lock:
-            entry = self._arena.find(key)
+            entry = self.arena.find(key)
             if entry is not None and not self._is_expired(entry):
                 if touch:
                     self._tiering.use(entry)
@@ -139,7 +130,7 @@ class Cache:
             for lease in given_back:
                 ended = self._leases.release(lease, owner)
                 if ended is not None:
-                    self._arena.unpin(ended)
+                    self.arena.unpin(ended)
             self._end_leases()
             for key in keys:
                 entry = self._find(key)
@@ -148,7 +139,7 @@ class Cache:
                     if entry.verified:
                         granted = self._leases.grant(entry, owner, time.monotonic_ns())
                     if granted is None:
-                        self._arena.unpin(entry)
+                        self.arena.unpin(entry)
                     else:
                         self.counts.gets[Item.OK] += 1
                 leased.append(None if granted is None or entry is None else (entry, granted))
@@ -160,7 +151,7 @@ class Cache:
         """A connection has ended, and its leases with it."""
         with self._lock:
             for entry in self._leases.release_all(owner):
-                self._arena.unpin(entry)
+                self.arena.unpin(entry)
             self._changed.notify_all()
 
     # --- writing
@@ -171,7 +162,7 @@ class Cache:
             return Item.FULL
         expiry_ns = self._wall_ns() + ttl_ms * 1_000_000 if ttl_ms else 0
         return self._room(
-            lambda: self._arena.begin(key, value_bytes, expiry_ns), layout(len(key), value_bytes).record_bytes, deadline
+            lambda: self.arena.begin(key, value_bytes, expiry_ns), layout(len(key), value_bytes).record_bytes, deadline
         )
 
     def commit(self, entry: Entry, sums: list[int], deadline: float) -> Item:
@@ -179,7 +170,7 @@ class Cache:
         with self._lock:
             on_disk = self._begin(entry.key, deadline)
             if on_disk is None:
-                self._arena.abort(entry)
+                self.arena.abort(entry)
                 return Item.TIMED_OUT
             if not on_disk:
                 self._publish(entry, sums)
@@ -195,13 +186,13 @@ class Cache:
     def abandon(self, entry: Entry) -> None:
         """Give up what was reserved."""
         with self._lock:
-            self._arena.abort(entry)
+            self.arena.abort(entry)
             self._changed.notify_all()
 
     def hold(self, entry: Entry) -> None:
         """One more user of an entry that is being filled; undone by `release`."""
         with self._lock:
-            self._arena.pin(entry)
+            self.arena.pin(entry)
 
     def remove(self, key: bytes, deadline: float) -> bool:
         """Give up an object in both tiers; whether it was there."""
@@ -220,7 +211,7 @@ class Cache:
     def clear(self, namespace: bytes | None, deadline: float) -> int:
         """Give up all objects of a namespace, or all; how many there were."""
         with self._lock:
-            keys = [e.key for e in self._arena.entries() if namespace in (None, split_key(e.key)[0])]
+            keys = [e.key for e in self.arena.entries() if namespace in (None, split_key(e.key)[0])]
         count = sum(self.remove(key, deadline) for key in keys)
         return count + (self._disk.clear(namespace) if self._disk is not None else 0)
 
@@ -231,12 +222,12 @@ class Cache:
         disk = self._disk.stats() if self._disk is not None and not self._closing else None
         with self._lock:
             return {
-                "objects": len(self._arena),
-                "memory_bytes": self._arena.used_bytes,
-                "memory_capacity_bytes": self._arena.capacity_bytes,
+                "objects": len(self.arena),
+                "memory_bytes": self.arena.used_bytes,
+                "memory_capacity_bytes": self.arena.capacity_bytes,
                 "leases": len(self._leases),
                 "leased_bytes": self._leases.leased_bytes,
-                "damaged_slots": self._arena.damaged,
+                "damaged_slots": self.arena.damaged,
                 **self.counts.as_dict(),
                 "disk_objects": disk.num_objects if disk else 0,
                 "disk_bytes": disk.bytes_used if disk else 0,
@@ -247,7 +238,7 @@ class Cache:
     def audit(self) -> list[str]:
         """All discrepancies of both tiers. Slow."""
         with self._lock:
-            faults = self._arena.audit() + self._tiering.audit(self._arena.entries()) + self._leases.audit()
+            faults = self.arena.audit() + self._tiering.audit(self.arena.entries()) + self._leases.audit()
         return faults + (self._disk.audit() if self._disk is not None else [])
 
     def close(self, *, write_down: bool = False, timeout_s: float = DISK_TIMEOUT_S) -> None:
@@ -269,10 +260,10 @@ class Cache:
 
     def _find(self, key: bytes) -> Entry | None:
         """With the lock: the object in memory, pinned and counted as used."""
-        entry = self._arena.find(key)
+        entry = self.arena.find(key)
         if entry is None or self._is_expired(entry):
             return None
-        self._arena.pin(entry)
+        self.arena.pin(entry)
         self._tiering.use(entry)
         return entry
 
@@ -282,17 +273,17 @@ class Cache:
     def _forget(self, entry: Entry) -> None:
         """With the lock: an object is not in memory any more."""
         self._tiering.remove(entry)
-        self._arena.kill(entry)
+        self.arena.kill(entry)
         self._changed.notify_all()
 
     def _verify(self, entry: Entry) -> Entry | Item:
         """Check an object that an earlier process has left; a damaged one is given up."""
-        if value_is_whole(entry.key, self._arena.value(entry), self._arena.sums(entry)):
+        if value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry)):
             entry.verified = True
             return entry
         with self._lock:
             self.counts.torn_objects += 1
-            if self._arena.find(entry.key) is entry:
+            if self.arena.find(entry.key) is entry:
                 self._forget(entry)
         self.release([entry])
         return Item.TORN
@@ -315,13 +306,13 @@ class Cache:
     def _load_alone(self, key: bytes, deadline: float) -> Entry | Item:
         record_bytes = self._on_disk.record_bytes(key)
         with self._lock:
-            expired = self._arena.find(key) is not None
+            expired = self.arena.find(key) is not None
         if record_bytes is None or record_bytes % GRANULE or expired:
             return Item.MISS
-        entry = self._room(lambda: self._arena.begin_record(key, record_bytes), record_bytes, deadline, for_load=True)
+        entry = self._room(lambda: self.arena.begin_record(key, record_bytes), record_bytes, deadline, for_load=True)
         if isinstance(entry, Item):
             return Item.TIMED_OUT if entry is Item.FULL else entry
-        memory = self._arena.record(entry)
+        memory = self.arena.record(entry)
         outcome = self._on_disk.read(key, memory, max(0.0, deadline - time.monotonic()))
         record = unpack_record(memory) if outcome is Outcome.OK else None
         if record is not None and record.key == key and record.places.record_bytes == record_bytes:
@@ -330,8 +321,8 @@ class Cache:
                 self._on_disk.remove(key)
                 return Item.MISS
             with self._lock:
-                self._arena.pin(entry)
-                self._arena.commit_record(entry, record)
+                self.arena.pin(entry)
+                self.arena.commit_record(entry, record)
                 self._tiering.add(entry)
                 self.counts.disk_hits += 1
             return entry
@@ -356,7 +347,7 @@ class Cache:
                 entry = begin()
                 if entry is not None:
                     return entry
-                if needed > self._arena.capacity_bytes:
+                if needed > self.arena.capacity_bytes:
                     return Item.FULL
                 self._end_leases()
                 victim = self._tiering.victim()
@@ -375,7 +366,7 @@ class Cache:
                 victims: list[Entry] | None = [victim]
                 if given_up >= TRIES:
                     sparing = for_load or (self._disk_takes and now < patience)
-                    victims = self._arena.clearing(victim, needed, lambda e: self._may_go(e, sparing=sparing))
+                    victims = self.arena.clearing(victim, needed, partial(self._may_go, sparing=sparing))
                 for one in victims or [victim]:
                     self._give_up(one)
                     given_up += 1
@@ -389,7 +380,7 @@ class Cache:
 
     def _may_go(self, entry: Entry, *, sparing: bool) -> bool:
         """Whether a neighbour may be given up for room; `sparing`: only if the disk has it."""
-        if entry.pins or self._arena.find(entry.key) is not entry or self._has_lost_its_copy(entry):
+        if entry.pins or self.arena.find(entry.key) is not entry or self._has_lost_its_copy(entry):
             return False
         return not (sparing and self._must_be_written(entry))
 
@@ -397,15 +388,15 @@ class Cache:
         self.counts.evicted_objects += 1
         self.counts.dropped_objects += self._must_be_written(entry)
         self._tiering.evicted(entry)
-        self._arena.kill(entry)
+        self.arena.kill(entry)
 
     def _end_leases(self) -> None:
         for entry in self._leases.expired(time.monotonic_ns()):
-            self._arena.unpin(entry)
+            self.arena.unpin(entry)
 
     def _publish(self, entry: Entry, sums: list[int]) -> None:
         """With the lock."""
-        old = self._arena.commit(entry, sums)
+        old = self.arena.commit(entry, sums)
         if old is not None:
             self._tiering.remove(old)
         self._tiering.add(entry)
@@ -415,7 +406,7 @@ class Cache:
 
     def _forget_key(self, key: bytes) -> bool:
         """With the lock: whether there was something in memory."""
-        entry = self._arena.find(key)
+        entry = self.arena.find(key)
         if entry is None:
             return False
         there = not self._is_expired(entry)
@@ -464,7 +455,7 @@ class Cache:
                         self._wanted.wait(RETRY_S)
 
     def _to_write_down(self, *, everything: bool) -> list[Entry]:
-        free = self._arena.capacity_bytes - self._arena.used_bytes
+        free = self.arena.capacity_bytes - self.arena.used_bytes
         tiering = self._tiering
         chosen = tiering.all_dirty(WRITE_DOWN_BYTES) if everything else tiering.to_write_down(free, WRITE_DOWN_BYTES)
         return [entry for entry in chosen if entry.key not in self._in_transition]
@@ -474,10 +465,10 @@ class Cache:
         with self._lock:
             chosen = self._to_write_down(everything=everything)
             for entry in chosen:
-                self._arena.pin(entry)
+                self.arena.pin(entry)
                 self._in_transition.add(entry.key)
         whole = [entry for entry in chosen if entry.verified or self._is_whole(entry)]
-        records = [self._arena.record(entry) for entry in whole]
+        records = [self.arena.record(entry) for entry in whole]
         outcomes = self._on_disk.write([entry.key for entry in whole], records, DISK_TIMEOUT_S)
         taken = {entry for entry, outcome in zip(whole, outcomes, strict=True) if outcome is Outcome.OK}
         with self._lock:
@@ -485,18 +476,18 @@ class Cache:
                 self._in_transition.discard(entry.key)
                 if entry in taken:
                     self._tiering.written_down(entry)
-                elif self._arena.find(entry.key) is entry:
+                elif self.arena.find(entry.key) is entry:
                     if entry.verified:
                         self._tiering.postpone(entry)
                     else:
                         self.counts.torn_objects += 1
                         self._forget(entry)
-                self._arena.unpin(entry)
+                self.arena.unpin(entry)
             self.counts.written_down_objects += len(taken)
             self._disk_takes = bool(taken) or not whole
             self._changed.notify_all()
         return len(taken)
 
     def _is_whole(self, entry: Entry) -> bool:
-        entry.verified = value_is_whole(entry.key, self._arena.value(entry), self._arena.sums(entry))
+        entry.verified = value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry))
         return entry.verified

@@ -220,10 +220,10 @@ class Connection:
         chunks = num_chunks(entry.value_bytes)
         first = min(first, chunks)
         count = min(count or chunks, chunks - first)
-        part = self._cache.value(entry)[first * CHUNK_BYTES : (first + count) * CHUNK_BYTES]
+        part = self._cache.arena.value(entry)[first * CHUNK_BYTES : (first + count) * CHUNK_BYTES]
         if len(part) > room:
             return Got(Item.FULL, entry.value_bytes), memoryview(b"")
-        sums = self._cache.sums(entry, first, count)
+        sums = self._cache.arena.sums(entry, first, count)
         return Got(Item.OK, entry.value_bytes, entry.version, first, count, sums), part
 
     def _view(self, head: FrameHead, meta: bytes, deadline: float) -> None:
@@ -252,7 +252,7 @@ class Connection:
         if want.value_bytes not in (ANY, entry.value_bytes):
             self._cache.lease((), self._owner, (lease,))
             return Viewed(Item.MISS)
-        return Viewed(Item.OK, entry.slot, self._cache.value_offset(entry), entry.value_bytes, entry.stamp, lease)
+        return Viewed(Item.OK, entry.slot, self._cache.arena.value_offset(entry), entry.value_bytes, entry.stamp, lease)
 
     # --- values in
 
@@ -284,7 +284,7 @@ class Connection:
             return [Piece(part, checked=False) for part in self._sinks(put.body_bytes)]
         entry = place.entry if isinstance(place, Upload) else place
         at = put.first_chunk * CHUNK_BYTES
-        target = self._cache.value(entry)[at : at + put.body_bytes]
+        target = self._cache.arena.value(entry)[at : at + put.body_bytes]
         seed = chunk_seed(put.key)
         one.pieces = [
             Piece(target[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES], (seed + put.first_chunk + i) & U64_MASK)
