@@ -52,6 +52,8 @@ class ServerProcess:
     def __init__(self, arena: Path, *more: str) -> None:
         self.arguments = ["--arena", str(arena), "--memory", "32MiB", *more]
         self.port = 0
+        self.announced: dict[str, int] = {}
+        """What it said of itself when it began to serve."""
         self._process: subprocess.Popen[str] | None = None
         self.start()
 
@@ -70,7 +72,8 @@ class ServerProcess:
             text=True,
         )
         assert self._process.stdout is not None
-        self.port = json.loads(self._process.stdout.readline())["port"]
+        self.announced = json.loads(self._process.stdout.readline())
+        self.port = self.announced["port"]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; waits for the end of what kills."""
