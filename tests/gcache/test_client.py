@@ -125,7 +125,16 @@ def test_many_small_keys_in_one_call() -> None:
                 into = [bytearray(len(value)) for value in values]
                 assert set(sdk.batch_get_into(names, into)) == {Outcome.OK}
                 assert into == values
+                assert sdk.batch_exists([*names, key("none"), *names]) == [True] * 3000 + [False] + [True] * 3000
                 assert sdk.remove(names) == [True] * 3000
+
+
+def test_an_object_larger_than_the_client_takes() -> None:
+    """Is not got, and that is nobody's failure: the server is asked again at once."""
+    with server() as running, client(running.port, max_value_bytes=1000) as sdk:
+        assert sdk.batch_put([key(1), key(2)], [bytes(1001), bytes(1000)]) == [Outcome.OK] * 2
+        assert sdk.get(key(1)) is Outcome.FAILED
+        assert sdk.get(key(2)) == bytes(1000)
 
 
 def test_memory_of_any_kind_and_mistakes() -> None:

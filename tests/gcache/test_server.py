@@ -270,7 +270,8 @@ def test_tokens() -> None:
         return pack_request(Op.HELLO, 1, msgspec.json.encode({"version": 1, "token": token}))
 
     with server(token="secret") as running:
-        for frame in (get_frame(key(1)), hello("wrong"), hello("")):
+        long = Head.pack(b"GCQ1", Op.HELLO, 0, 0, 1, 0, 0, 16 << 20, 0)
+        for frame in (get_frame(key(1)), hello("wrong"), hello(""), long):
             with raw(running) as sock:
                 sock.sendall(frame)
                 assert answer(sock)[0].code == Status.DENIED

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+FLAGS_PER_FRAME = 2048
+"""Keys asked about with one request: half of what a frame may have, so that the longest keys fit too."""
+
 
 @dataclass(frozen=True)
 class ClientOptions:
@@ -125,9 +128,8 @@ class GCacheClient:
         wants = [Want(key, ANY if sizes is None else sizes[at]) for at, key in enumerate(_checked(keys))]
 
         def ask(peer: Peer, some: list[int]) -> list[bool]:
-            part = [wants[at] for at in some]
             flags = TOUCH if touch else 0
-            return self._flags(peer, Op.EXISTS, pack_wants(part), len(part), flags, deadline)
+            return _flags(peer, Op.EXISTS, [wants[at] for at in some], pack_wants, flags, deadline)
 
         return self._per_peer(keys, route, ask, False)
 
@@ -209,11 +211,11 @@ class GCacheClient:
         return self._per_peer(_checked(keys), route, ask, Outcome.FAILED)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE) -> list[bool]:
-        """Give up these objects; whether each was there."""
+        """Give up these objects; whether each was there. What is not done by the deadline counts as not there."""
         deadline = self._deadline(timeout_s)
 
         def ask(peer: Peer, some: list[int]) -> list[bool]:
-            return self._flags(peer, Op.DELETE, pack_keys([keys[at] for at in some]), len(some), 0, deadline)
+            return _flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)
 
         return self._per_peer(_checked(keys), route, ask, False)
 
@@ -334,10 +336,6 @@ class GCacheClient:
         self._run_tasks(self._shares(keys, route), one)
         return answers
 
-    def _flags(self, peer: Peer, op: Op, meta: bytes, count: int, flags: int, deadline: float) -> list[bool]:
-        with peer.channel(deadline) as channel:
-            return unpack_flags(channel.call(op, meta, count=count, flags=flags), count)
-
     def _ask_all(self, op: Op, meta: bytes, flags: int, deadline: float) -> dict[str, bytes]:
         answers: dict[str, bytes] = {}
 
@@ -379,6 +377,18 @@ class GCacheClient:
         torn = [key for key, result in zip(keys, results, strict=True) if result.torn_here]
         if torn:
             self.remove(torn, timeout_s=deadline - time.monotonic(), route=route)
+
+
+def _flags(
+    peer: Peer, op: Op, items: Sequence[T], pack: Callable[[Sequence[T]], bytes], flags: int, deadline: float
+) -> list[bool]:
+    """What a server says of each item, in as many frames as it takes."""
+    answers: list[bool] = []
+    with peer.channel(deadline) as channel:
+        for first in range(0, len(items), FLAGS_PER_FRAME):
+            some = items[first : first + FLAGS_PER_FRAME]
+            answers += unpack_flags(channel.call(op, pack(some), count=len(some), flags=flags), len(some))
+    return answers
 
 
 def _call(task: Callable[[], None]) -> None:

@@ -44,6 +44,7 @@ from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wi
 U64_MASK = (1 << 64) - 1
 DEFAULT_BUDGET_S = 10.0
 SINK_BYTES = 1 << 20
+MAX_HELLO_BYTES = 4096
 
 
 class DeniedError(Exception):
@@ -107,12 +108,13 @@ class Connection:
         except ProtocolError as error:
             self._refuse(0, 0, Status.BAD_REQUEST, str(error))
         wire.arm(time.monotonic() + self._cache.limits.frame_timeout_s)
+        if not self._known and (head.op != Op.HELLO or head.meta_bytes > MAX_HELLO_BYTES):
+            # Strangers get no memory.
+            self._refuse(head.op, head.request_id, Status.DENIED, "the first frame is HELLO with the server's token")
         meta = wire.read_bytes(head.meta_bytes)
         deadline = time.monotonic() + (head.budget_ms / 1000 if head.budget_ms else DEFAULT_BUDGET_S)
         handler = self._handlers.get(head.op)
         try:
-            if not self._known and head.op != Op.HELLO:
-                raise DeniedError("the first frame is HELLO with the server's token")
             if handler is None:
                 raise ProtocolError(f"unknown operation {head.op}")
             if head.body_bytes and head.op != Op.PUT:

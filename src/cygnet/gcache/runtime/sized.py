@@ -4,7 +4,7 @@ from struct import Struct
 
 from cygnet.gcache.protocol import OUTCOMES, Item, Op, ProtocolError, Want, pack_wants, unpack_gots
 from cygnet.gcache.record import CHUNK_BYTES, chunk_seed
-from cygnet.gcache.runtime.channel import Peer
+from cygnet.gcache.runtime.channel import GCacheError, Peer
 from cygnet.gcache.runtime.lanes import FAILURES, GOT_BYTES, SUM_BYTES
 from cygnet.gcache.runtime.wire import DeadlineError, Piece
 from cygnet.kv.store import Outcome
@@ -17,8 +17,10 @@ def get_whole(peer: Peer, key: bytes, deadline: float, max_bytes: int, *, verify
             request_id = channel.send(Op.GET, pack_wants([Want(key, num_chunks=1)]), count=1)
             head, meta = channel.receive(request_id, Op.GET, GOT_BYTES + SUM_BYTES)
             got = unpack_gots(meta, 1)[0]
-            if got.body_bytes != head.body_bytes or got.value_bytes > max_bytes:
-                raise ProtocolError(f"an answer with {got.body_bytes} of {got.value_bytes} bytes: too many, or a lie")
+            if got.body_bytes != head.body_bytes:
+                raise ProtocolError("an answer whose body is not as long as its object")
+            if got.value_bytes > max_bytes:
+                raise GCacheError(f"an object of {got.value_bytes} bytes, this client takes {max_bytes}")
             if got.status != Item.OK:
                 return OUTCOMES.get(Item(got.status), Outcome.FAILED)
             memory = bytearray(got.value_bytes)
