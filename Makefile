@@ -49,7 +49,7 @@ install: $(VENV)/.installed ## Install Cygnet and both built-in models
 
 install-dev: $(VENV)/.installed-dev ## Install what the tests need too
 
-peers: $(VENV)/.installed-dev ## Install the engines that benchmarks/engine.py compares with into .peers (3 GB, half an hour)
+peers: $(VENV)/.installed-dev ## Install the engines that the benchmarks compare with into .peers (5 GB, half an hour)
 	$(PIP) install -e '.[bench]'
 	$(PY) benchmarks/peers.py $(ARGS)
 

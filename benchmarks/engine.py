@@ -20,8 +20,6 @@ sampling, no server); everything else counts the engine's scheduling and samplin
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 import tomllib
@@ -39,14 +37,13 @@ from cygnet.model.source import find_model
 from engine_limits import Limits, ModelWork
 from peers import ROOT as PEERS
 from provenance import environment
+from worker_process import SPIN_COUNT, Worker
 
 HERE = Path(__file__).parent
 TARGETS = HERE / "targets.toml"
 VOCAB = 200_000
 WARMED = 8192
 """Rows of up to this context have a round before the first that counts."""
-SPIN_COUNT = "10000"
-"""Of OpenMP threads that wait, for every engine: what `cygnet serve` sets for its own."""
 
 
 @dataclass(frozen=True)
@@ -118,48 +115,6 @@ class Prompts:
     def get(self, name: str, tokens: int) -> list[int]:
         seed = self._made.setdefault(name, len(self._made) + 1)
         return [(seed * 7919 + i * 31 + (i * i) % 1009) % VOCAB + 10 for i in range(tokens)]
-
-
-class Worker:
-    """An engine in its process."""
-
-    def __init__(self, name: str, command: list[str | Path], variables: Mapping[str, str], log: Path) -> None:
-        self.name = name
-        self._log = log
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "GOMP_SPINCOUNT": SPIN_COUNT, **variables},
-            )
-        self._read()
-
-    def ask(self, op: str, **arguments: object) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with {self._process.wait()}; its log is {self._log}")
-        answer = json.loads(line)
-        if not isinstance(answer, dict) or "error" in answer:
-            raise RuntimeError(f"{self.name}: {answer['error']}")
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
 
 
 def commands(threads: int) -> dict[str, list[str | Path]]:

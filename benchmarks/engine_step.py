@@ -36,7 +36,8 @@ from cygnet.engine.core import EngineCore
 from cygnet.engine.plan import SampledToken, StepPlan, StepResult
 from cygnet.engine.runtime.model_runner import ModelRunner
 from cygnet.engine.scheduler import SchedulerPolicy
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes
 from cygnet.model.batch import ForwardBatch

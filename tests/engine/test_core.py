@@ -13,7 +13,8 @@ from cygnet.base.sampling import SamplingParams
 from cygnet.engine.core import EngineCore
 from cygnet.engine.plan import StepResult
 from cygnet.engine.scheduler import SchedulerPolicy
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.sizing import PoolSizes, min_swa_blocks
 from support.fake_runner import VOCAB, FakeRunner, next_token
 

@@ -5,6 +5,7 @@ Takes minutes. The oracle's weights come from our own reading of the GGUF file, 
 
 import argparse
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.scenarios import (
     check_batch,
     check_cache_states,
     check_chunk_sizes,
+    check_tiers,
     engine_for,
     run,
 )
@@ -61,6 +63,14 @@ def engine(model: HybridModel, *sets: str) -> LocalEngine:
 def test_every_state_of_the_cache(model: HybridModel, answers: dict[int, Answer]) -> None:
     report = Report()
     check_cache_states(engine(model), list(answers.values()), report, "gemma")
+    print("ties:", report.ties)
+    assert len(report.ties) <= 2
+
+
+def test_every_tier(model: HybridModel, answers: dict[int, Answer], tmp_path: Path) -> None:
+    report = Report()
+    sets = ("kv.host_cache=1GiB", f"kv.store={tmp_path}:2GiB", "kv.store_wait=wait")
+    check_tiers(lambda: engine(model, *sets), list(answers.values()), report, least=100, name="gemma")
     print("ties:", report.ties)
     assert len(report.ties) <= 2
 

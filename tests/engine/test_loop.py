@@ -19,6 +19,7 @@ class RestingEngine:
 
     busy = False
     wants_rest = True
+    hears_store = False
 
     def __init__(self) -> None:
         self.rested = threading.Event()
@@ -29,7 +30,7 @@ class RestingEngine:
         self.wants_rest = False
         self.rested.set()
 
-    def flush_cache(self) -> int:
+    def flush_cache(self, *, store: bool) -> int:
         self.flushes += 1
         return 0
 

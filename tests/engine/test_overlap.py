@@ -24,7 +24,8 @@ from cygnet.engine.core import EngineCore
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.runtime.process import EngineLoop
 from cygnet.engine.scheduler import SchedulerPolicy
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.sizing import PoolSizes
 from support.fake_runner import VOCAB, FakeRunner, LateRunner
 

@@ -15,7 +15,8 @@ from cygnet.engine.runtime.cuda_graphs import DecodeGraphs, GroupLayout
 from cygnet.engine.runtime.model_runner import ModelRunner
 from cygnet.engine.runtime.step_device import ALIGNMENT, CudaDevice, PlainDevice, Staging, StepDevice
 from cygnet.engine.scheduler import SchedulerPolicy
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes
 from cygnet.model.attention.torch_cpu import TorchBackend

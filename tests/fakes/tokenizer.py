@@ -38,6 +38,9 @@ class FakeTokenizer:
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return stream.push(ids) + stream.flush()
 
+    def message_starts(self, ids: Sequence[int]) -> list[int]:
+        return []
+
     def token_bytes(self, token_id: int) -> bytes:
         if token_id in (BOS, EOS):
             return b"<bos>" if token_id == BOS else b"<eos>"

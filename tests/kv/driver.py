@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.ids import NO_BLOCK, RequestId
 from cygnet.kv.hashing import root_key
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.reuse import ReusePlan
 from cygnet.kv.sizing import PoolSizes, min_swa_blocks
@@ -38,11 +39,11 @@ class Driver:
         """What a request for `tokens` would reuse."""
         return self.manager.plan(self.manager.new(RequestId("probe"), ROOT, tokens), len(tokens))
 
-    def start(self, tokens: Sequence[int]) -> tuple[RequestKV, ReusePlan]:
+    def start(self, tokens: Sequence[int], message_starts: Sequence[int] = ()) -> tuple[RequestKV, ReusePlan]:
         """Admit a request, one second after the last."""
         self._count += 1
         self.now_ns += SECOND
-        kv = self.manager.new(RequestId(f"r{self._count}"), ROOT, tokens)
+        kv = self.manager.new(RequestId(f"r{self._count}"), ROOT, tokens, message_starts)
         plan = self.manager.plan(kv, len(tokens))
         swa_room = 1 if self.geometry.has_swa else 0
         assert self.manager.admit(kv, plan, full_room=0, swa_room=swa_room, now_ns=self.now_ns)

@@ -19,14 +19,15 @@ from math import ceil
 from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.base.ids import NO_BLOCK, BlockId, RequestId
 from cygnet.kv.hashing import root_key
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.reuse import ReusePlan
 from cygnet.kv.sizing import PoolSizes, min_swa_blocks
 
 Tokens = tuple[int, ...]
 ROOT = root_key("shadow")
-ALL_RULES = ("prompt_end", "response_end", "branch", "geometric")
+ALL_RULES = ("prompt_end", "response_end", "branch", "geometric", "message")
 
 
 def make_geometry(window: int, swa_layers: int) -> KVGeometry:

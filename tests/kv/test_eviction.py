@@ -12,7 +12,7 @@ from cygnet.base.errors import InvariantError
 from cygnet.base.ids import BlockKey, RequestId
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.eviction import Candidate, SampledSet, lru, value
-from cygnet.kv.manager import KVPolicy
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.prefix_tree import PrefixTree
 from kv.driver import ROOT, Driver
 from kv.shadow import make_geometry
@@ -75,21 +75,20 @@ def test_every_member_is_sampled_and_the_seed_decides() -> None:
 # ----------------------------------------------------------------------- policies
 
 
-def test_value_grows_with_saving_and_reuse_and_falls_with_size_and_age() -> None:
-    base = Candidate(saved_tokens=100, num_blocks=2, hits=1, age_ns=10**9)
-    worth = value(base, 1.0)
-    assert value(Candidate(200, 2, 1, 10**9), 1.0) > worth
-    assert value(Candidate(100, 2, 2, 10**9), 1.0) > worth
-    assert value(Candidate(100, 4, 1, 10**9), 1.0) < worth
-    assert value(Candidate(100, 2, 1, 2 * 10**9), 1.0) < worth
-    assert lru(Candidate(1, 1, 0, 5), 1.0) < lru(Candidate(9, 1, 9, 4), 1.0)
+def test_value_grows_with_saving_and_expected_use_and_falls_with_size() -> None:
+    worth = value(Candidate(saved_tokens=100, num_blocks=2, rate=1.0, age_ns=10**9), 1.0)
+    assert value(Candidate(200, 2, 1.0, 10**9), 1.0) > worth
+    assert value(Candidate(100, 2, 2.0, 10**9), 1.0) > worth
+    assert value(Candidate(100, 4, 1.0, 10**9), 1.0) < worth
+    assert lru(Candidate(1, 1, 0.0, 5), 1.0) < lru(Candidate(9, 1, 9.0, 4), 1.0)
 
 
-def test_value_evicts_with_odds_inverse_to_worth() -> None:
+@pytest.mark.parametrize(("ratio", "odds"), [(1.0, 1.0), (1.5, 1.5**4), (2.0, 2.0**4)])
+def test_value_leaves_to_chance_what_is_nearly_worth_the_same(ratio: float, odds: float) -> None:
     chance = SampledSet[int](7).chance
-    stale, fresh = Candidate(16, 1, 0, 99 * 10**9), Candidate(16, 1, 0, 9 * 10**9)
-    stale_first = sum(value(stale, chance()) < value(fresh, chance()) for _ in range(4000))
-    assert stale_first / 4000 == pytest.approx(10 / 11, abs=0.02)
+    less, more = Candidate(16, 1, 1.0, 0), Candidate(16, 1, ratio, 0)
+    less_first = sum(value(less, chance()) < value(more, chance()) for _ in range(4000))
+    assert less_first / 4000 == pytest.approx(odds / (odds + 1), abs=0.02)
 
 
 # ---------------------------------------------------------------- whole stale sessions

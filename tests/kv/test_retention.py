@@ -3,7 +3,7 @@
 import pytest
 
 from cygnet.base.errors import ConfigError
-from cygnet.kv.manager import KVPolicy
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.retention import RETENTION_RULES, RetentionContext
 from kv.driver import Driver
 from kv.shadow import make_geometry
@@ -39,6 +39,10 @@ def driver(*rules: str, rebuild: bool = True, chunk: int = 16) -> Driver:
         ("geometric", context(window_blocks=20), []),
         ("geometric", context(window_blocks=0), []),
         ("geometric", context(prompt_blocks=0), []),
+        ("message", context(), []),
+        ("message", context(message_blocks=(3,)), [3]),
+        ("message", context(message_blocks=(3, 5, 9)), [3, 5, 9]),
+        ("message", context(message_blocks=tuple(range(2, 16))), [2, 12, 13, 14, 15]),
     ],
 )
 def test_rules(rule: str, given: RetentionContext, boundaries: list[int]) -> None:
@@ -150,3 +154,15 @@ def test_a_rebuilt_window_is_kept_so_that_it_is_rebuilt_once(window: int) -> Non
     cache.request(PROMPT)
     cache.drop_windows()
     assert [cache.request(PROMPT).kind for _ in range(3)] == ["rebuild", "resume", "resume"]
+
+
+def test_a_message_is_edited_and_only_what_follows_is_computed() -> None:
+    """Windows stay at the end of the system prompt and before the last few messages, so far as they are computed."""
+    cache = driver("message", rebuild=False)
+    starts = [0, 5, 17, 29, 41, 53, 64, 999]
+    kv, _ = cache.start(PROMPT, starts)
+    cache.compute(kv, PROMPT)
+    cache.end(kv)
+    kept = [b for b in range(1, 17) if cache.plan([*PROMPT[: b * SIZE], 1]).num_safe_blocks == b]
+    assert kept == [1, 7, 10, 13, 16], "where messages start, rounded down to blocks; the one at 4 is too many"
+    assert cache.plan([*PROMPT[:41], 1, 2]).start == 40

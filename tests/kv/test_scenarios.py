@@ -4,7 +4,8 @@ import pytest
 
 from cygnet.base.errors import InvariantError
 from cygnet.base.ids import NO_BLOCK, BlockId, RequestId
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.sizing import PoolSizes, min_swa_blocks
 from kv.driver import ROOT, Driver
 from kv.shadow import Shadow, make_geometry

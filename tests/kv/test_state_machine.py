@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cygnet.kv.manager import KVPolicy
+from cygnet.kv.policy import KVPolicy
 from kv.shadow import ALL_RULES, Running, Shadow
 from kv.walk import random_walk
 

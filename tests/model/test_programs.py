@@ -11,6 +11,7 @@ from cygnet.model.decoder import HybridModel
 from cygnet.model.loader import build_model
 from model.harness import Harness, Request
 from model.tiny import Tiny
+from support.gates import Gated
 
 pytest.importorskip("numba")
 
@@ -77,6 +78,23 @@ def test_what_computes_between_the_kernels_is_not_recorded(
     for got, want in zip(walk(Harness(model), 1), plain, strict=True):
         assert torch.equal(got, want)
     assert not any(model._programs._programs.values())
+
+
+def test_a_step_whose_kv_is_on_its_way_waits_layer_by_layer(tiny_model: Callable[[str], Tiny]) -> None:
+    """Not as a whole, as a recorded one would have to; with the same result."""
+    model = built(tiny_model("gemma3"))
+    gated = Gated(model)
+    states = []
+    for subject in (model, gated):
+        harness, request = Harness(subject), Request([5, 6, 7])  # type: ignore[arg-type]
+        states.append([harness.hidden(request, 3)])
+        for token in range(3):
+            request.tokens.append(token)
+            states[-1].append(harness.step_hidden([(request, 1)]))
+    assert model._programs is not None
+    assert any(model._programs._programs.values()), "without a gate it is recorded"
+    assert all(torch.equal(got, want) for got, want in zip(*states, strict=True))
+    assert gated.gate.waits == list(model.description.layer_groups) * 4
 
 
 def test_memory_is_bounded(tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,22 @@ def test_smollm2_encodes_as_plain_byte_pairs_do() -> None:
     assert [text for text in texts if mine.encode(text, add_special_tokens=False) != plain.encode(text)] == []
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_messages_begin_where_their_turn_does(name: str) -> None:
+    """Each start is the prompt of the conversation up to there: what another chat with the same beginning shares."""
+    mine = real(name)
+    roles = ("user", "assistant", "user", "assistant", "user")
+    messages = [{"role": role, "content": f"number {i}"} for i, role in enumerate(roles)]
+
+    def ids(count: int) -> list[int]:
+        text = mine.render_chat(messages[:count], add_generation_prompt=False)
+        return mine.encode(text, add_special_tokens=False)
+
+    starts = mine.message_starts(ids(5))
+    assert [ids(5)[:start] for start in starts[-4:]] == [ids(count) for count in (1, 2, 3, 4)]
+    assert all(ids(5)[start] == mine.message_token for start in starts)
+
+
 @needs_smollm2
 def test_smollm2_facts() -> None:
     mine = real("smollm2-135m-instruct")

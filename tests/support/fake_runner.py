@@ -18,6 +18,8 @@ from cygnet.base.geometry import KVGeometry
 from cygnet.base.ids import RequestId
 from cygnet.engine.plan import NewRequest, SampledToken, StepPlan, StepResult
 from cygnet.engine.request import Request
+from cygnet.kv.store import Group
+from cygnet.kv.transfers import Copies
 
 VOCAB = 50
 
@@ -61,6 +63,8 @@ class FakeRunner:
         self._size = block_size
         self._full: dict[int, bytes] = {}
         self._swa: dict[int, tuple[bytes, int]] = {}
+        self.host: dict[Group, dict[int, tuple[object, ...]]] = {Group.FULL: {}, Group.SWA: {}}
+        """Contents of host blocks, slot by slot."""
         self._rows: dict[RequestId, tuple[NewRequest, list[int], dict[int, int], dict[int, int]]] = {}
         self.wrong: list[str] = []
         self.num_computed = 0
@@ -98,12 +102,44 @@ class FakeRunner:
         return self._result
 
     def _run_step(self, plan: StepPlan) -> StepResult:
+        moves = plan.transfers
+        for group, freed in ((Group.FULL, moves.freed_host_full), (Group.SWA, moves.freed_host_swa)):
+            for block in freed:
+                self.host[group].pop(block, None)
+        self._save(moves.evicted)
+        self._poison(plan)
+        self._load(moves.loads)
+        # At any time while the step runs: before it and behind it are the extremes.
+        if plan.step % 2:
+            self._save(moves.saves)
+        result = self._forward(plan)
+        if not plan.step % 2:
+            self._save(moves.saves)
+        return result
+
+    def _save(self, copies: Copies) -> None:
+        for group, pairs in ((Group.FULL, copies.full), (Group.SWA, copies.swa)):
+            device = self._full if group is Group.FULL else self._swa
+            for source, target in pairs:
+                slots = range(source * self._size, (source + 1) * self._size)
+                self.host[group][target] = tuple(device.get(slot) for slot in slots)
+
+    def _load(self, copies: Copies) -> None:
+        for group, pairs in ((Group.FULL, copies.full), (Group.SWA, copies.swa)):
+            device: dict = self._full if group is Group.FULL else self._swa
+            for source, target in pairs:
+                for place, content in enumerate(self.host[group][source]):
+                    device[target * self._size + place] = content
+
+    def _poison(self, plan: StepPlan) -> None:
         for block in plan.freed_full:
             for slot in range(block * self._size, (block + 1) * self._size):
                 self._full.pop(slot, None)
         for block in plan.freed_swa:
             for slot in range(block * self._size, (block + 1) * self._size):
                 self._swa.pop(slot, None)
+
+    def _forward(self, plan: StepPlan) -> StepResult:
         for request_id in plan.gone:
             self._rows.pop(request_id, None)
         for new in plan.new:

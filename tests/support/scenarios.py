@@ -3,13 +3,14 @@
 Used with tiny random models and with the real Gemma; the oracle is transformers, in fp32.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from cygnet.base.config import Config, resolve
-from cygnet.base.messages import AddRequest
+from cygnet.base.messages import AddRequest, RequestOutput
 from cygnet.base.sampling import SamplingParams
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.runtime.setup import assemble
@@ -17,6 +18,7 @@ from cygnet.model.decoder import HybridModel
 
 TIE = 1e-3
 """Two logits closer than this in fp32 may swap by rounding; a difference there is a tie, and is reported."""
+SETTLE_S = 60
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,36 @@ def engine_for(model: HybridModel, *sets: str) -> LocalEngine:
 
 def run(engine: LocalEngine, answers: Sequence[Answer], *, salt: str = "") -> tuple[list[list[int]], list[int]]:
     """Run all prompts at once; output tokens and cached tokens of each."""
+    tokens, last = run_to_end(engine, answers, salt=salt)
+    return tokens, [output.num_cached_tokens for output in last]
+
+
+def run_to_end(
+    engine: LocalEngine, answers: Sequence[Answer], *, salt: str = ""
+) -> tuple[list[list[int]], list[RequestOutput]]:
+    """Run all prompts at once; output tokens and last output of each."""
     names = [f"{salt}/{engine.core.num_added}/{index}" for index in range(len(answers))]
     tokens: dict[str, list[int]] = {name: [] for name in names}
-    cached: dict[str, int] = {}
+    last: dict[str, RequestOutput] = {}
     for name, answer in zip(names, answers, strict=True):
         params = SamplingParams(temperature=0.0, max_tokens=len(answer.tokens), ignore_eos=True)
         engine.add(AddRequest(name, list(answer.prompt), params, cache_salt=salt))
     while engine.busy:
         for output in engine.step():
             tokens[output.request_id] += output.token_ids
-            cached[output.request_id] = output.num_cached_tokens
-    return list(tokens.values()), [cached[name] for name in names]
+            last[output.request_id] = output
+    return list(tokens.values()), [last[name] for name in names]
+
+
+def settle(engine: LocalEngine) -> None:
+    """Wait until the store has written what there was to write."""
+    store = engine.core.kv.store
+    assert store is not None
+    until = time.monotonic() + SETTLE_S
+    while not store.writes.idle:
+        assert time.monotonic() < until, "the store does not end its writes"
+        engine.waker.wait(0.1)
+        engine.hear_store()
 
 
 def check_cache_states(engine: LocalEngine, answers: Sequence[Answer], report: Report, name: str) -> None:
@@ -104,6 +125,42 @@ def check_cache_states(engine: LocalEngine, answers: Sequence[Answer], report: R
                 assert cached == (len(answer.prompt) - 1) // block_size * block_size
             if state in ("cold", "all evicted"):
                 assert cached == 0
+
+
+def check_tiers(
+    make: Callable[[], LocalEngine], answers: Sequence[Answer], report: Report, *, least: int, name: str
+) -> None:
+    """Cold, from the device, from the host, from the store, and from the store after a restart; each prompt alone.
+
+    `make` gives an engine over the same store each time. Prompts of `least` tokens and more must be found where they
+    are looked for.
+    """
+    engine = make()
+    size = engine.core.kv.block_size
+
+    def check(state: str, tier: str) -> None:
+        for answer in answers:
+            (got,), (last,) = run_to_end(engine, [answer])
+            report.compare(f"{name}, {state}", answer, got)
+            found = {"host": last.num_host_tokens, "store": last.num_store_tokens}
+            found["device"] = last.num_cached_tokens - sum(found.values())
+            whole = (len(answer.prompt) - 1) // size * size if tier else 0
+            if len(answer.prompt) >= least:
+                assert last.num_cached_tokens == whole, f"{name}, {state}: {last}"
+                assert not tier or found[tier] == whole, f"{name}, {state}: {found} instead of {whole} from {tier}"
+
+    check("cold", "")
+    check("device", "device")
+    engine.core.kv.tree.flush()
+    check("host", "host")
+    settle(engine)
+    engine.flush_cache()
+    check("store", "store")
+    settle(engine)
+    engine.close()
+    engine = make()
+    check("restarted", "store")
+    engine.close()
 
 
 def check_batch(engine: LocalEngine, answers: Sequence[Answer], report: Report, name: str) -> None:

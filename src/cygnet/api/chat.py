@@ -53,7 +53,8 @@ async def prepare_chat(service: Service, body: bytes) -> Prepared:
         add_special_tokens=bool(request.add_special_tokens),
     )
     sampling = fit(sampling, [ids], service.limits, asked=asked, default=None, param="messages")
-    job = Job(f"chatcmpl-{uuid.uuid4().hex}", [ids], sampling, options, n, cache_salt(request))
+    starts = await service.pool.run(lambda: service.tokenizer.message_starts(ids))
+    job = Job(f"chatcmpl-{uuid.uuid4().hex}", [ids], sampling, options, n, cache_salt(request), starts)
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
     renderer = ChatRenderer(job.id, service.card.id, service.tokenizer, options.logprobs, include_usage)
     return Prepared(job, renderer, stream, include_usage, ignored)

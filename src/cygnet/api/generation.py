@@ -35,6 +35,8 @@ class Job:
     text: TextOptions
     n: int = 1
     cache_salt: str = ""
+    message_starts: list[int] = field(default_factory=list)
+    """Where the messages of a chat (which is one prompt) begin, as far as is known."""
 
     def sequences(self) -> Iterator[tuple[int, AddRequest]]:
         """Choice index and engine request of every sequence."""
@@ -47,7 +49,12 @@ class Job:
                     if not i or seed is None
                     else msgspec.structs.replace(self.sampling, seed=_wrap(seed + i))
                 )
-                yield index, AddRequest(f"{self.id}-{index}", prompt, sampling, self.cache_salt)
+                yield (
+                    index,
+                    AddRequest(
+                        f"{self.id}-{index}", prompt, sampling, self.cache_salt, message_starts=self.message_starts
+                    ),
+                )
 
 
 def _wrap(seed: int) -> int:

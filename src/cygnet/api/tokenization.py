@@ -53,6 +53,8 @@ class Tokenizer(Protocol):
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str: ...
 
+    def message_starts(self, ids: Sequence[int]) -> list[int]: ...
+
 
 class TokenizerPool:
     """Runs tokenizer calls in a few threads. At most `max_pending` wait or run; beyond that, `QueueFullError`.

@@ -77,8 +77,36 @@ class KVSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "response_end",
         "branch",
         "geometric",
+        "message",
     )
     eviction: Annotated[str, Meta(description="eviction policy: value or lru")] = "value"
+    host_cache: Annotated[
+        str,
+        Meta(
+            description="host memory for KV that the device has no room for: a size such as 8GiB; off; auto: twice "
+            "kv.memory with a GPU, as much with a store, else off, and never more than a quarter of the free memory"
+        ),
+    ] = "auto"
+    store: Annotated[
+        str,
+        Meta(description="store below the host cache: a folder with its limit, such as /data/kv:20GiB; empty: none"),
+    ] = ""
+    write_policy: Annotated[
+        Literal["through", "selective", "back"],
+        Meta(description="KV goes down a tier as soon as computed; once it was reused; or when it is evicted"),
+    ] = "through"
+    write_hits: Annotated[int, Meta(ge=1, description="reuses after which the selective policy writes")] = 1
+    store_wait: Annotated[
+        Literal["best_effort", "timeout", "wait"],
+        Meta(description="a request waits for KV from the store: never; as long as store_timeout_ms says; to the end"),
+    ] = "timeout"
+    store_timeout_ms: Annotated[int, Meta(ge=0, description="longest wait for the store, whatever it has")] = 200
+    store_timeout_ms_per_1k: Annotated[
+        int, Meta(ge=0, description="added to store_timeout_ms per 1,024 uncached prompt tokens")
+    ] = 50
+    store_keep_alive_s: Annotated[
+        int, Meta(ge=1, description="KV hot in a faster tier is refreshed in the store after so long")
+    ] = 300
     poison: Annotated[bool, Meta(description="fill freed blocks with NaN (tests and debugging)")] = False
 
 
@@ -217,6 +245,7 @@ def _build(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"setting {path} = {shown}: {error}") from None
     config = msgspec.convert(nested, Config)
     check_memory(config.kv.memory)
+    check_host_cache(config.kv.host_cache, config.kv.store)
     check_weight_cache(config.model.weight_cache)
     return config
 
@@ -232,6 +261,19 @@ def check_memory(text: str) -> int | float:
     if fraction >= 1024:
         return int(fraction)
     raise ConfigError(f"kv.memory = {text!r}: write a size such as 2GiB, or a fraction between 0 and 1 of free memory")
+
+
+def check_host_cache(text: str, store: str = "") -> int | None:
+    """Read `kv.host_cache`: bytes, 0 for none, or `None` for what suits the machine."""
+    if text == "auto":
+        return None
+    try:
+        size = 0 if text == "off" else parse_bytes(text)
+    except ConfigError:
+        raise ConfigError(f"kv.host_cache = {text!r}: write auto, off, or a size such as 8GiB") from None
+    if store and not size:
+        raise ConfigError(f"a store ({store}) is reached through host memory; give --host-cache a size, or auto")
+    return size
 
 
 def check_weight_cache(text: str) -> int | None:

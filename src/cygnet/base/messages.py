@@ -22,6 +22,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     """Requests share cached prefixes only with requests of the same salt (tenant isolation)."""
     arrival_ns: int = 0
     """Set by the engine process on receipt when 0."""
+    message_starts: list[int] = []
+    """Tokens at which a chat's messages begin, but for the first; ascending, empty where that is unknown."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -31,7 +33,10 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort", array_like=True):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush", array_like=True):
-    """Drop every cached block that no running request holds."""
+    """Drop every cached block of device and host that no running request holds."""
+
+    store: bool = False
+    """And all that the store has of this model."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
@@ -72,6 +77,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     error_type: str | None = None
     """Class of `base.errors` that the engine raised, when `error` is set."""
+    num_host_tokens: int = 0
+    """Those of `num_cached_tokens` that were loaded from host memory."""
+    num_store_tokens: int = 0
+    """Those that were fetched from the store for this sequence."""
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,13 @@ def serve(
     kv_cache_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="2GiB, or a fraction of free memory [0.25]")
     ] = None,
+    host_cache: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="host memory below the KV cache: 8GiB, auto, off [auto]"),
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="FOLDER[:SIZE]", help="keep KV on disk below that, over restarts")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="tokens per KV block [16]")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="most requests running at once [64]")] = None,
     max_num_batched_tokens: Annotated[
@@ -45,6 +52,8 @@ def serve(
         "model.device": device,
         "model.max_model_len": max_model_len,
         "kv.memory": kv_cache_memory,
+        "kv.host_cache": host_cache,
+        "kv.store": store,
         "kv.block_size": block_size,
         "engine.max_num_seqs": max_num_seqs,
         "engine.max_num_batched_tokens": max_num_batched_tokens,

@@ -12,6 +12,7 @@ from cygnet.engine.scheduler import Scheduler, SchedulerPolicy
 from cygnet.kv.hashing import root_key
 from cygnet.kv.manager import KVManager
 from cygnet.kv.request_kv import RequestKV
+from cygnet.kv.transfers import StoreCommand, StoreResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class EngineCore:
         blocks. Changes nothing. Raises a `RequestError` if the request can never be served."""
         self._check(message)
         root = root_key(self._fingerprint, message.cache_salt)
-        kv = self.kv.new(RequestId(message.request_id), root, message.prompt_token_ids)
+        kv = self.kv.new(RequestId(message.request_id), root, message.prompt_token_ids, message.message_starts)
         return PreparedRequest(message, kv)
 
     def add_prepared(self, prepared: PreparedRequest, now_ns: int) -> None:
@@ -113,7 +114,7 @@ class EngineCore:
         )
         self.num_added += 1
         self._requests[request_id] = request
-        self._scheduler.add(request)
+        self._scheduler.add(request, now_ns)
 
     def _check(self, message: AddRequest) -> None:
         request_id, tokens = message.request_id, message.prompt_token_ids
@@ -154,31 +155,55 @@ class EngineCore:
             if (request := self._requests.get(RequestId(request_id))) is not None
         ]
 
-    def flush_cache(self) -> int:
-        """Drop all cached blocks that no running request holds; the number of full blocks freed."""
-        return self.kv.flush()
+    def flush_cache(self, *, store: bool = False) -> int:
+        """Drop all cached blocks of device and host that no running request holds, and with `store` what the store has
+        of this model; the number of full blocks freed on the device."""
+        return self.kv.flush(store=store)
 
     # ------------------------------------------------------------------- steps
 
     def schedule(self, now_ns: int) -> StepPlan | None:
-        """Decide the next step. `None` when no request can run (none is there, since progress is guaranteed)."""
+        """Decide the next step. `None` when there is nothing to do now: no request is there, or all that are wait for
+        the store (`waits_for_store`). A plan may have no requests, only transfers or rows to forget."""
         if self._plan is not None:
             raise InvariantError("schedule called again before the last plan's result was applied")
-        if not self._requests:
-            return None
-        new, scheduled, gone = self._scheduler.schedule(now_ns)
-        if not scheduled:
+        new, scheduled, gone = self._scheduler.schedule(now_ns) if self._requests else ([], [], [])
+        if self._requests and not scheduled and not self.waits_for_store(now_ns):
             raise InvariantError(f"{len(self._requests)} requests are there and none can run")
+        transfers = self.kv.take_transfers(now_ns)
+        if not (scheduled or gone or transfers):
+            return None
         freed_full, freed_swa = self.kv.take_freed()
-        self._plan = StepPlan(self._steps, tuple(gone), tuple(new), tuple(scheduled), freed_full, freed_swa)
+        self._plan = StepPlan(self._steps, tuple(gone), tuple(new), tuple(scheduled), freed_full, freed_swa, transfers)
         self._steps += 1
         return self._plan
+
+    def waits_for_store(self, now_ns: int) -> bool:
+        """Whether every request there waits for what the store may have for it."""
+        return not self.running and all(not self.kv.ready(request.kv, now_ns) for request in self._scheduler.waiting)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether there are requests, or something to copy between tiers."""
+        return bool(self._requests) or self.kv.wants_transfers
+
+    def take_store_commands(self) -> Sequence[StoreCommand]:
+        """What the store is to do, decided since the last call."""
+        return self.kv.store.take_commands() if self.kv.store is not None else ()
+
+    def store_results(self, results: Iterable[StoreResult], now_ns: int) -> None:
+        """Take in what the store did; between `apply` and the next `schedule`."""
+        if self.kv.store is not None:
+            for request_id in self.kv.store.handle(results, now_ns):
+                if (request := self._requests.get(request_id)) is not None and not request.running:
+                    self._scheduler.requeue(request)
 
     def apply(self, result: StepResult, now_ns: int) -> list[RequestOutput]:
         """Take in what a plan's forward pass gave. Requests aborted meanwhile are passed over."""
         plan, self._plan = self._plan, None
         if plan is None or plan.step != result.step:
             raise InvariantError(f"result of step {result.step} does not belong to the plan in flight")
+        self.kv.transfers_done(now_ns)
         outputs = []
         for scheduled in plan.requests:
             request = self._requests.get(scheduled.request_id)
@@ -214,8 +239,10 @@ class EngineCore:
             logprobs,
             request.finish_reason,
             sampled.token_id if sampled and request.finish_reason == "stop" else None,
-            request.num_cached_tokens or 0,
+            request.cached.total,
             max(0, request.admitted_ns - request.arrival_ns) if request.admitted_ns is not None else 0,
+            num_host_tokens=request.cached.host,
+            num_store_tokens=request.cached.store,
         )
 
     # -------------------------------------------------------------------- stats

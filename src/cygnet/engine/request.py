@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from cygnet.base.ids import RequestId
 from cygnet.base.sampling import SamplingParams
 from cygnet.kv.request_kv import RequestKV
+from cygnet.kv.reuse import CachedTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +31,8 @@ class Request:
     running: bool = False
     admitted_ns: int | None = None
     """When it was first admitted; None before."""
-    num_cached_tokens: int | None = None
-    """Effective hit at the first admission; None before."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    """Effective hit at the first admission, by tier; nothing before."""
     num_sent_full: int = 0
     num_sent_swa: int = 0
     """Block-table entries the runner has."""

@@ -10,7 +10,7 @@ from cygnet.engine.queue import WaitingQueue
 from cygnet.engine.request import Request
 from cygnet.kv.hashing import common_blocks
 from cygnet.kv.manager import KVManager
-from cygnet.kv.reuse import ReusePlan
+from cygnet.kv.reuse import CachedTokens, ReusePlan
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class AdmissionStats:
     window_safe_hit_tokens: int = 0
     effective_hit_tokens: int = 0
     rebuilt_tokens: int = 0
+    host_hit_tokens: int = 0
+    store_hit_tokens: int = 0
     preemptions: int = 0
 
 
@@ -78,8 +80,13 @@ class Scheduler:
         """Rows that the next step tells the runner to forget."""
         return self._gone
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, now_ns: int) -> None:
         """Put a request in the queue."""
+        self.requeue(request)
+        self._kv.want(request.kv, request.num_tokens, now_ns)
+
+    def requeue(self, request: Request) -> None:
+        """Give a waiting request the place that what is cached now entitles it to."""
         self.waiting.push(request, self._plan(request).num_uncached_tokens)
 
     def remove(self, request: Request, now_ns: int) -> None:
@@ -88,6 +95,7 @@ class Scheduler:
             self._stop(request, now_ns)
         else:
             self.waiting.remove(request.request_id)
+            self._kv.forget(request.kv)
 
     def schedule(self, now_ns: int) -> tuple[list[NewRequest], list[ScheduledRequest], list[RequestId]]:
         """New rows, what to run, and rows to forget. Blocks are allocated for all that is returned."""
@@ -142,7 +150,7 @@ class Scheduler:
         """Back to the queue. What it computed stays in the tree for as long as there is room."""
         self._stop(victim, now_ns)
         self.stats.preemptions += 1
-        self.waiting.push(victim, self._plan(victim).num_uncached_tokens)
+        self.requeue(victim)
 
     def _stop(self, request: Request, now_ns: int) -> None:
         del self.running[request.request_id]
@@ -171,7 +179,7 @@ class Scheduler:
             and (request := self.waiting.peek()) is not None
         ):
             plan = self._plan(request)
-            if self._shares_with_running(request, plan):
+            if not self._kv.ready(request.kv, now_ns) or self._shares_with_running(request, plan):
                 deferred.append(request)
                 self.waiting.remove(request.request_id)
                 continue
@@ -181,7 +189,7 @@ class Scheduler:
             admitted.append(request)
             self._grow(request, batch, now_ns)
         for request in deferred:
-            self.waiting.push(request, self._plan(request).num_uncached_tokens)
+            self.requeue(request)
         return admitted
 
     def _shares_with_running(self, request: Request, plan: ReusePlan) -> bool:
@@ -211,19 +219,20 @@ class Scheduler:
         request.num_sent_full, request.num_sent_swa = 0, request.kv.live_from
         self.running[request.request_id] = request
         self._by_age = None
+        self._kv.forget(request.kv)
         if request.admitted_ns is None:
             request.admitted_ns = now_ns
-            request.num_cached_tokens = min(plan.start, request.num_prompt_tokens)
-            self._count_hit(plan)
+            request.cached = self._kv.cached_by_tier(request.kv, plan)
+            self._count_hit(plan, request.cached)
         return True
 
     def _room_for(self, plan: ReusePlan) -> tuple[int, int]:
         """Blocks to have free or evictable before admitting: its own needs and what running ones have yet to take."""
         size, window = self._kv.block_size, self._kv.tree.window_blocks
         blocks = ceil(plan.num_tokens / size)
-        full = blocks - plan.num_full_blocks
+        full = blocks - plan.num_device_blocks
         start = plan.start // size
-        swa = min(blocks - start, 2 if plan.kind == "resume" else window + 2)
+        swa = min(blocks - start, 2 if plan.kind == "resume" else window + 2) + plan.num_swa_loads
         for other in self.running.values():
             kv = other.kv
             needed = -(-(len(other.token_ids) + self._policy.growth_tokens) // size)
@@ -232,10 +241,12 @@ class Scheduler:
             swa += max(0, min(needed, kv.live_from + window + 2) - len(kv.swa_blocks))
         return full, swa if self._kv.geometry.has_swa else 0
 
-    def _count_hit(self, plan: ReusePlan) -> None:
+    def _count_hit(self, plan: ReusePlan, cached: CachedTokens) -> None:
         size = self._kv.block_size
+        self.stats.host_hit_tokens += cached.host
+        self.stats.store_hit_tokens += cached.store
         self.stats.query_tokens += plan.num_tokens
-        self.stats.full_hit_tokens += plan.num_full_blocks * size
+        self.stats.full_hit_tokens += (plan.num_full_blocks + plan.num_unused_blocks) * size
         self.stats.window_safe_hit_tokens += plan.num_safe_blocks * size
         self.stats.effective_hit_tokens += plan.start
         self.stats.rebuilt_tokens += plan.rebuilt_tokens(size)

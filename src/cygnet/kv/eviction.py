@@ -3,11 +3,10 @@
 The prefix tree asks a policy for the worth of what it could give up; the least worth goes first. Candidates are drawn
 at random, a fixed number per decision, so a decision costs O(1) however much is cached.
 
-Chance has a second part to play. Whatever ranks strictly by age has a cliff: under a cyclic load slightly larger than
-the pool it always evicts what is needed next, and hits nothing. Nor does drawing 16 candidates help: the oldest of 16
-is nearly always among the oldest tenth (with a tenth too little room, 86% of the hits are lost; the sampled set only
-pretends to be random). So the policy `value` evicts with *odds* inverse to worth: something ten times as old as the
-rest is ten times as likely to go, while among peers every one may go, and about what does not fit is lost.
+Worth is (tokens saved x expected uses per second) / blocks. How soon something of its kind and age is used again is
+learnt from what became of others (`reuse_model.py`). Whatever ranks strictly by age has a cliff instead: under a cyclic
+load slightly larger than the pool it always evicts what is needed next, and hits nothing, hence learns nothing. So the
+policy `value` also leaves something to chance: among near peers every one may go.
 """
 
 from collections.abc import Iterator
@@ -23,12 +22,12 @@ from cygnet.base.registry import Registry
 class Candidate:
     """Something evictable, as a policy sees it."""
 
-    saved_tokens: int
-    """Tokens that would have to be computed again if it were gone and asked for."""
+    saved_tokens: float
+    """Tokens that would have to be computed again if it were gone and asked for; what a lower tier has counts less."""
     num_blocks: int
     """Blocks that evicting it frees."""
-    hits: int
-    """How often it was reused."""
+    rate: float
+    """Expected uses per second from now on, as others of its kind and age were used."""
     age_ns: int
     """Time since it was last used."""
 
@@ -48,10 +47,8 @@ EVICTION_POLICIES: Registry[EvictionPolicy] = Registry("eviction policy")
 
 @EVICTION_POLICIES.register("value")
 def value(candidate: Candidate, chance: float) -> float:
-    """(expected saving x likelihood of reuse) / size. Likelihood falls with age and rises with past reuse."""
-    age_s = candidate.age_ns / 1e9
-    worth = candidate.saved_tokens * (1.0 + min(candidate.hits, 8)) / (candidate.num_blocks * (1.0 + age_s))
-    return worth * chance
+    """(expected saving x likelihood of reuse) / size, with odds inverse to the fourth power of that."""
+    return candidate.saved_tokens * candidate.rate / candidate.num_blocks * chance**0.25
 
 
 @EVICTION_POLICIES.register("lru")

@@ -1,7 +1,7 @@
 """KVManager: what the scheduler sees of the KV cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from cygnet.base.errors import InvariantError
@@ -10,24 +10,31 @@ from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey, RequestId
 from cygnet.base.messages import PoolStats
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.hashing import extend_keys
+from cygnet.kv.host_tier import HostTier
+from cygnet.kv.policy import KVPolicy, TierPolicy
 from cygnet.kv.prefix_tree import PrefixTree
+from cygnet.kv.request_audit import audit_requests
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.retention import RETENTION_RULES, RetentionContext
-from cygnet.kv.reuse import ReusePlan, plan_reuse
-from cygnet.kv.sizing import PoolSizes
+from cygnet.kv.reuse import CachedTokens, ReusePlan, plan_reuse
+from cygnet.kv.sizing import HostSizes, PoolSizes
+from cygnet.kv.store import Namespace
+from cygnet.kv.store_tier import StoreTier
+from cygnet.kv.tiers import Tiers
+from cygnet.kv.transfers import NO_TRANSFERS, StepTransfers
+
+SAVE_BLOCKS = 8
+"""A running sequence's blocks are copied to the host by so many at a time."""
 
 
 @dataclass(frozen=True)
-class KVPolicy:
-    """Choices of the KV cache that are not sizes; see `KVSettings` for their meaning."""
+class LowerTiers:
+    """What there is below the device."""
 
-    prefix_cache: bool = True
-    rebuild: bool = True
-    retention: tuple[str, ...] = ("prompt_end", "response_end", "branch", "geometric")
-    eviction: str = "value"
-    track_freed: bool = False
-    """Remember freed blocks for `take_freed` (NaN poison)."""
-    seed: int = 0
+    host: HostSizes
+    policy: TierPolicy
+    namespace: Namespace | None = None
+    """What this model's objects are called in the store; `None` without a store."""
 
 
 class KVManager:
@@ -40,7 +47,14 @@ class KVManager:
     Functions that may lack room say so by their result, and then nothing has changed.
     """
 
-    def __init__(self, geometry: KVGeometry, sizes: PoolSizes, policy: KVPolicy | None = None) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        sizes: PoolSizes,
+        policy: KVPolicy | None = None,
+        *,
+        lower: LowerTiers | None = None,
+    ) -> None:
         self.geometry = geometry
         self.sizes = sizes
         self.policy = policy or KVPolicy()
@@ -60,21 +74,37 @@ class KVManager:
         self._rules = [RETENTION_RULES.get(name) for name in self.policy.retention]
         self._keep_response_end = "response_end" in self.policy.retention
         self._active: dict[RequestId, RequestKV] = {}
+        self.host: HostTier | None = None
+        self.store: StoreTier | None = None
+        self._tiers: Tiers | None = None
+        if lower is not None and self.policy.prefix_cache:
+            self.host = HostTier(geometry, lower.host, self.policy)
+            if lower.namespace is not None:
+                self.store = StoreTier(geometry, self.host, lower.namespace, lower.policy, self.plan)
+            self._tiers = Tiers(self.tree, self.host, lower.policy, self.store)
 
     # ------------------------------------------------------------ admission
 
-    def new(self, request_id: RequestId, root: BlockKey, token_ids: Sequence[int]) -> RequestKV:
-        """The (empty) KV of a request that is not admitted yet, with the keys of its tokens computed."""
-        kv = RequestKV(request_id, root)
+    def new(
+        self, request_id: RequestId, root: BlockKey, token_ids: Sequence[int], message_starts: Sequence[int] = ()
+    ) -> RequestKV:
+        """The (empty) KV of a request that is not admitted yet, with the keys of its tokens computed.
+
+        `message_starts`: tokens at which the chat's messages begin, ascending, where that is known.
+        """
+        kv = RequestKV(request_id, root, message_starts=tuple(message_starts))
         extend_keys(kv.keys, root, token_ids, self.block_size, len(token_ids))
         return kv
 
     def plan(self, kv: RequestKV, num_tokens: int) -> ReusePlan:
-        """What a sequence of `num_tokens` tokens would reuse now. Changes nothing."""
+        """What a sequence of `num_tokens` tokens would reuse now, from device and host. Changes nothing."""
         limit = (num_tokens - 1) // self.block_size if self.policy.prefix_cache else 0
-        full = self.tree.longest_cached(kv.keys, limit)
-        safe = self.tree.longest_window_safe(kv.keys, full)
-        return plan_reuse(
+        on_device = self.tree.longest_cached(kv.keys, limit)
+        full, safe = on_device, self.tree.longest_window_safe(kv.keys, on_device)
+        if self.host is not None:
+            host_full, host_safe = self.host.match(kv.keys, limit)
+            full, safe = max(full, host_full), max(safe, host_safe)
+        plan = plan_reuse(
             self.geometry,
             block_size=self.block_size,
             num_tokens=num_tokens,
@@ -82,6 +112,33 @@ class KVManager:
             num_safe_blocks=safe,
             allow_rebuild=self.policy.rebuild,
         )
+        return plan if self.host is None else self._with_loads(kv, plan, on_device)
+
+    def _with_loads(self, kv: RequestKV, plan: ReusePlan, on_device: int) -> ReusePlan:
+        """`plan`, with what it has to load from the host. What lies beyond where a sequence resumes is not worth it."""
+        full = plan.num_full_blocks if plan.kind == "rebuild" else max(on_device, plan.num_safe_blocks)
+        window = self._window_of(plan)
+        nodes = [self.tree.get(key) for key in kv.keys[window.start : window.stop]]
+        lost = sum(1 for node in nodes if node is None or node.swa_block == NO_BLOCK) if self._has_swa else 0
+        return replace(
+            plan,
+            num_full_blocks=full,
+            num_unused_blocks=plan.num_full_blocks - full,
+            num_full_loads=full - min(on_device, full),
+            num_swa_loads=lost,
+        )
+
+    def _window_of(self, plan: ReusePlan) -> range:
+        """Blocks whose SWA KV `plan` reads from the cache."""
+        start = plan.start // self.block_size
+        return range(max(0, start - self.tree.window_blocks) if plan.kind == "resume" else start, start)
+
+    def cached_by_tier(self, kv: RequestKV, plan: ReusePlan) -> CachedTokens:
+        """From which tiers the tokens come that `plan` reuses."""
+        device = min(plan.start, plan.num_device_blocks * self.block_size)
+        first, end = (block * self.block_size for block in kv.fetched)
+        store = max(0, min(end, plan.start) - max(first, device))
+        return CachedTokens(device, plan.start - device - store, store)
 
     def admit(self, kv: RequestKV, plan: ReusePlan, *, full_room: int, swa_room: int, now_ns: int) -> bool:
         """Lock what `plan` reuses, if afterwards `full_room` and `swa_room` blocks could still be allocated.
@@ -96,34 +153,73 @@ class KVManager:
         if full_room > self.available_full or swa_room > self.available_swa:
             self._unlock(kv)
             return False
+        kv.turns = self._count_turns(kv, plan, now_ns)
+        if plan.num_full_loads or plan.num_swa_loads:
+            self._load_prefix(kv, plan, now_ns)
         for node in kv.nodes:
             node.last_access_ns = now_ns
             node.hits += 1
-        if plan.kind == "resume":
-            self.tree.touch_window(kv.nodes[plan.start // self.block_size - 1], now_ns)
+        resumed = kv.nodes[plan.start // self.block_size - 1] if plan.kind == "resume" else None
+        if resumed is not None:
+            self.tree.touch_window(resumed, now_ns)
+        kv.num_saved = len(kv.nodes)
         self._active[kv.request_id] = kv
         self._mark_boundaries(kv, plan)
+        if self._tiers is not None and kv.nodes:
+            self._tiers.reused(kv.nodes[-1], resumed, now_ns)
         return True
 
+    def _count_turns(self, kv: RequestKV, plan: ReusePlan, now_ns: int) -> int:
+        """The turns of `kv`'s sequence, this one included; it goes on from others if it reuses half of its tokens."""
+        if 2 * plan.num_full_blocks * self.block_size <= plan.num_tokens:
+            return 1
+        trees = [self.tree] if self.host is None else [self.tree, self.host.tree]
+        tips = [(tree, node) for tree in trees if (node := tree.get(kv.keys[plan.num_full_blocks - 1])) is not None]
+        return 1 + max(tree.note_use(node, now_ns) for tree, node in tips)
+
     def _lock_prefix(self, kv: RequestKV, plan: ReusePlan) -> None:
-        nodes = [node for key in kv.keys[: plan.num_full_blocks] if (node := self.tree.get(key)) is not None]
-        start_block = plan.start // self.block_size
-        window_start = max(0, start_block - self.tree.window_blocks) if plan.kind == "resume" else start_block
-        window = nodes[window_start:start_block]
-        gone = self.geometry.has_swa and any(node.swa_block == NO_BLOCK for node in window)
-        if len(nodes) < plan.num_full_blocks or gone:
+        """Lock what `plan` reuses of the device's blocks; gaps that it loads are left open."""
+        found = [self.tree.get(key) for key in kv.keys[: plan.num_device_blocks]]
+        nodes = [node for node in found if node is not None]
+        window = self._window_of(plan)
+        live = [node for node in nodes[window.start : window.stop] if not self._has_swa or node.swa_block != NO_BLOCK]
+        if len(nodes) < len(found) or len(live) + plan.num_swa_loads < len(window):
             raise InvariantError(f"request {kv.request_id}: reuse plan is stale")
         for node in nodes:
             self.tree.lock(node)
         kv.nodes, kv.full_blocks = nodes, [node.full_block for node in nodes]
-        if self.geometry.has_swa:
-            for node in window:
+        kv.swa_published = window.stop
+        if self._has_swa:
+            for node in live:
                 self.tree.lock_swa(node)
-            kv.swa_blocks = [NO_BLOCK] * window_start + [node.swa_block for node in window]
-            kv.live_from = window_start
-        kv.swa_published = start_block
+            kv.swa_blocks = [NO_BLOCK] * window.stop
+            for node in live:
+                kv.swa_blocks[node.index] = node.swa_block
+            kv.live_from = window.start
         kv.num_hit_blocks = plan.num_full_blocks
         kv.key_floor, kv.exact_from, kv.num_computed = plan.key_floor, plan.exact_from, plan.start
+
+    def _load_prefix(self, kv: RequestKV, plan: ReusePlan, now_ns: int) -> None:
+        """Fill the gaps that `_lock_prefix` left with new blocks, to be loaded from the host."""
+        assert self._tiers is not None
+        window, loaded = self._window_of(plan), range(plan.num_device_blocks, plan.num_full_blocks)
+        sources = self._tiers.hold(kv.keys, max(loaded.stop if loaded else 0, window.stop if plan.num_swa_loads else 0))
+        blocks = self._obtain_full(len(loaded), now_ns)
+        for index, block in zip(loaded, blocks, strict=True):
+            node = self.tree.insert(kv.keys[index], kv.nodes[-1] if kv.nodes else None, block, now_ns)
+            node.turns = kv.turns
+            self.tree.lock(node)
+            kv.nodes.append(node)
+        kv.full_blocks += blocks
+        self._tiers.load_full(sources[loaded.start : loaded.stop], blocks)
+        gaps = [index for index in window if kv.swa_blocks[index] == NO_BLOCK] if self._has_swa else []
+        blocks = self._obtain_swa(len(gaps), now_ns)
+        for index, block in zip(gaps, blocks, strict=True):
+            self.tree.attach_swa(kv.nodes[index], block)
+            kv.swa_blocks[index] = block
+        self._tiers.load_swa([sources[index] for index in gaps], blocks)
+        if gaps:
+            kv.checkpoints.add(window.stop)  # it has proved its worth
 
     def _mark_boundaries(self, kv: RequestKV, plan: ReusePlan) -> None:
         full = plan.num_full_blocks
@@ -133,10 +229,11 @@ class KVManager:
             num_safe_blocks=plan.num_safe_blocks,
             diverges=full > 0 and kv.nodes[full - 1].num_children > 0,
             window_blocks=self.tree.window_blocks,
+            message_blocks=kv.message_blocks(self.block_size, plan.num_tokens),
         )
         # The start itself too: its window is live now, but maybe only as long as another request runs.
         first = max(1, plan.start // self.block_size)
-        kv.checkpoints = {b for rule in self._rules for b in rule(context) if b >= first}
+        kv.checkpoints |= {b for rule in self._rules for b in rule(context) if b >= first}
         self._retain(kv)
 
     def want_checkpoint(self, kv: RequestKV, boundary: int) -> None:
@@ -174,13 +271,20 @@ class KVManager:
             return True
         if full > self.available_full or swa > self.available_swa:
             return False
-        if full > self.full_pool.num_free:
-            self.tree.evict_full(full - self.full_pool.num_free, now_ns)
-        if swa > self.swa_pool.num_free:  # after evicting full blocks, as windows that end in them go too
-            self.tree.evict_windows(swa - self.swa_pool.num_free, now_ns)
-        kv.full_blocks += self._take(self.full_pool, full)
-        kv.swa_blocks += self._take(self.swa_pool, swa)
+        kv.full_blocks += self._obtain_full(full, now_ns)
+        kv.swa_blocks += self._obtain_swa(swa, now_ns)  # after full blocks, as windows that end in evicted ones go too
         return True
+
+    def _obtain_full(self, count: int, now_ns: int) -> list[BlockId]:
+        """`count` blocks of those available, evicting as needed."""
+        if count > self.full_pool.num_free:
+            self.tree.evict_full(count - self.full_pool.num_free, now_ns)
+        return self._take(self.full_pool, count)
+
+    def _obtain_swa(self, count: int, now_ns: int) -> list[BlockId]:
+        if count > self.swa_pool.num_free:
+            self.tree.evict_windows(count - self.swa_pool.num_free, now_ns)
+        return self._take(self.swa_pool, count)
 
     def _take(self, pool: BlockPool, count: int) -> list[BlockId]:
         blocks = pool.allocate(count)
@@ -200,6 +304,9 @@ class KVManager:
             extend_keys(kv.keys, kv.root, token_ids, self.block_size, num_computed)
             self._publish(kv, upto, now_ns)
             self._retain(kv)
+            if self._tiers is not None and len(kv.nodes) - kv.num_saved >= SAVE_BLOCKS:
+                self._tiers.computed(kv.nodes[-1])
+                kv.num_saved = len(kv.nodes)
         self._release_out_of_window(kv)
 
     def _publish(self, kv: RequestKV, upto: int, now_ns: int) -> None:
@@ -216,6 +323,7 @@ class KVManager:
         if node is None:
             parent = kv.nodes[-1] if kv.nodes else None
             node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns)
+            node.turns = kv.turns
         else:
             kv.private_full.add(index)
         self.tree.lock(node)
@@ -262,6 +370,8 @@ class KVManager:
     def _release_swa(self, kv: RequestKV, upto: int) -> None:
         for index in range(kv.live_from, min(upto, len(kv.swa_blocks))):
             block = kv.swa_blocks[index]
+            if block == NO_BLOCK:
+                continue  # a gap that was to be loaded
             if index >= kv.swa_published or index in kv.private_swa:
                 self.swa_pool.free((block,))
                 kv.private_swa.discard(index)
@@ -280,6 +390,8 @@ class KVManager:
             node.last_access_ns = now_ns
         if self._keep_response_end and boundary > 0:
             self._keep_window(kv, boundary)
+        if self._tiers is not None and len(kv.nodes) > kv.num_saved:
+            self._tiers.computed(kv.nodes[-1])
         self._unlock(kv)
 
     def _unlock(self, kv: RequestKV) -> None:
@@ -295,9 +407,44 @@ class KVManager:
         """Full and SWA blocks freed since the last call, when `track_freed` is on."""
         return self.full_pool.take_freed(), self.swa_pool.take_freed()
 
-    def flush(self) -> int:
-        """Drop every cached block that no running request holds; the number of full blocks freed."""
-        return self.tree.flush()
+    def want(self, kv: RequestKV, num_tokens: int, now_ns: int) -> None:
+        """A request begins to wait: what the store has for it is brought to the host meanwhile."""
+        if self.store is not None:
+            self.store.reads.want(kv, num_tokens, now_ns)
+
+    def ready(self, kv: RequestKV, now_ns: int) -> bool:
+        """Whether a waiting request need not wait for the store (any longer)."""
+        return self.store is None or self.store.reads.ready(kv.request_id, now_ns)
+
+    def forget(self, kv: RequestKV) -> None:
+        """A request waits no more, as it was admitted or aborted."""
+        if self.store is not None:
+            self.store.reads.forget(kv.request_id)
+
+    def take_transfers(self, now_ns: int) -> StepTransfers:
+        """Copies that go with the step just scheduled. To be called when all its blocks are allocated."""
+        return NO_TRANSFERS if self._tiers is None else self._tiers.take(now_ns)
+
+    def transfers_done(self, now_ns: int) -> None:
+        """The copies last taken are done."""
+        if self._tiers is not None:
+            self._tiers.step_done(now_ns)
+
+    @property
+    def wants_transfers(self) -> bool:
+        """Whether there is something to copy even if no request is left."""
+        return self._tiers is not None and self._tiers.pending
+
+    def flush(self, *, store: bool = False) -> int:
+        """Drop every cached block of device and host that nothing uses, and with `store` the store's too; the number of
+        full blocks freed on the device."""
+        freed = self.tree.flush()
+        if self._tiers is not None:
+            self._tiers.forget()
+            self._tiers.host.flush()
+        if self.store is not None and store:
+            self.store.clear()
+        return freed
 
     def pool_stats(self) -> tuple[PoolStats, PoolStats]:
         """Full and SWA pool: free + used + cached = total, cached meaning evictable."""
@@ -313,56 +460,13 @@ class KVManager:
             stats(self.swa_pool, self.tree.num_evictable_swa, self.geometry.swa.block_bytes(self.block_size)),
         )
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Nodes in the trees of device and host."""
+        return len(self.tree) + (len(self.host.tree) if self.host is not None else 0)
+
     def audit(self) -> list[str]:
-        """Check pools, tree and requests against each other from scratch; all discrepancies."""
-        faults = self.full_pool.audit() + self.swa_pool.audit() + self.tree.audit()
-        faults += self._audit_owners("full", self.full_pool, [n.full_block for n in self.tree.nodes()])
-        faults += self._audit_owners(
-            "swa", self.swa_pool, [n.swa_block for n in self.tree.nodes() if n.swa_block != NO_BLOCK]
-        )
-        locks: dict[int, int] = {}
-        swa_locks: dict[int, int] = {}
-        for kv in self._active.values():
-            for node in kv.nodes:
-                locks[id(node)] = locks.get(id(node), 0) + 1
-            for index in kv.shared_swa():
-                swa_locks[id(kv.nodes[index])] = swa_locks.get(id(kv.nodes[index]), 0) + 1
-            faults += self._audit_request(kv)
-        for node in self.tree.nodes():
-            if node.locks != locks.get(id(node), 0):
-                faults.append(f"node {node.index}: {node.locks} locks, {locks.get(id(node), 0)} requests hold it")
-            if node.swa_locks != swa_locks.get(id(node), 0):
-                faults.append(f"node {node.index}: {node.swa_locks} SWA locks, {swa_locks.get(id(node), 0)} holders")
-        return faults
-
-    def _audit_owners(self, group: str, pool: BlockPool, tree_blocks: list[BlockId]) -> list[str]:
-        owned = list(tree_blocks)
-        for kv in self._active.values():
-            owned += kv.owned_full() if group == "full" else kv.owned_swa()
-        faults = []
-        if len(set(owned)) != len(owned):
-            faults.append(f"{group} pool: a block has two owners")
-        if len(owned) + pool.num_free != pool.num_blocks:
-            faults.append(f"{group} pool: {len(owned)} owned + {pool.num_free} free != {pool.num_blocks}")
-        faults += [f"{group} pool: owned block {block} is free" for block in owned if pool.is_free(block)]
-        return faults
-
-    def _audit_request(self, kv: RequestKV) -> list[str]:
-        name = f"request {kv.request_id}"
-        faults = [
-            f"{name}: block {i} is not its node's"
-            for i, node in enumerate(kv.nodes)
-            if i not in kv.private_full and kv.full_blocks[i] != node.full_block
-        ]
-        faults += [
-            f"{name}: SWA block {i} is not its node's"
-            for i in kv.shared_swa()
-            if kv.swa_blocks[i] != kv.nodes[i].swa_block
-        ]
-        if any(block != NO_BLOCK for block in kv.swa_blocks[: kv.live_from]):
-            faults.append(f"{name}: live SWA blocks out of its window")
-        if any(block == NO_BLOCK for block in kv.swa_blocks[kv.live_from :]):
-            faults.append(f"{name}: holes in its SWA window")
-        if any(index < kv.live_from or index >= kv.swa_published for index in kv.private_swa):
-            faults.append(f"{name}: counts SWA blocks as private that are gone or not published")
-        return faults
+        """Check pools, tiers, trees and requests against each other from scratch; all discrepancies."""
+        faults = self._tiers.audit() if self._tiers is not None else []
+        faults += self.store.audit() if self.store is not None else []
+        return faults + audit_requests(self.full_pool, self.swa_pool, self.tree, list(self._active.values()))

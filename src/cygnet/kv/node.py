@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey
 
+NEVER = -(1 << 62)
+
 
 class Node:
     """One cached block. `index` is its place in the sequence: it holds tokens `index * block_size` and on."""
@@ -20,9 +22,12 @@ class Node:
         "parent",
         "skip",
         "skip_epoch",
+        "stored_ns",
         "swa_block",
         "swa_locks",
         "swa_marks",
+        "swa_stored_ns",
+        "turns",
     )
 
     def __init__(self, key: BlockKey, parent: "Node | None", index: int, full_block: BlockId, now_ns: int) -> None:
@@ -38,9 +43,13 @@ class Node:
         self.checkpoint: Checkpoint | None = None
         self.last_access_ns = now_ns
         self.hits = 0
+        self.turns = 1
+        """How many requests in a row went on from one another to compute this block."""
         self.skip: Node | None = None
         self.skip_epoch = -1
         """No node between this one and its ancestor `skip` has SWA KV, as long as the tree is in this epoch."""
+        self.stored_ns = self.swa_stored_ns = NEVER
+        """When the tier below was last known to hold the full and the SWA block; used by the host tier."""
 
     def path_up(self, count: int) -> Iterator["Node"]:
         """This node and its ancestors, at most `count` nodes."""

@@ -20,9 +20,26 @@ from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.eviction import EVICTION_POLICIES, Candidate, SampledSet
 from cygnet.kv.node import Checkpoint, Node
+from cygnet.kv.reuse_model import ReuseModel
 from cygnet.kv.tree_audit import TreeAudit
 
 SAMPLE = 16
+BACKED_COST = 0.1
+"""What losing KV costs that the tier below has, as part of computing it again: a copy."""
+TURNS = 5
+"""Kinds of sequences: of 1, 2, 3 to 4, 5 to 8, and more turns."""
+
+
+def kind_of_leaf(node: Node) -> int:
+    """Which sequences `node`'s is like: how many turns it had so far says how likely another one is."""
+    return min((node.turns - 1).bit_length(), TURNS - 1)
+
+
+def kind_of_window(checkpoint: Checkpoint) -> int:
+    """A sequence's end is like others of as many turns; where it has gone on since, how often others resumed there."""
+    if checkpoint.node.num_children == 0:
+        return kind_of_leaf(checkpoint.node)
+    return TURNS + min(checkpoint.hits, 2)
 
 
 class PrefixTree:
@@ -55,14 +72,22 @@ class PrefixTree:
         self.window_blocks = window_blocks
         self._full_pool = full_pool
         self._swa_pool = swa_pool
-        self._rebuild_tokens = rebuild_tokens
+        self.rebuild_tokens = rebuild_tokens
         self._policy = EVICTION_POLICIES.get(eviction)
         self._nodes: dict[BlockKey, Node] = {}
         self._leaves: SampledSet[Node] = SampledSet(seed)
         self._checkpoints: SampledSet[Checkpoint] = SampledSet(seed + 1)
+        self._leaf_uses = ReuseModel(TURNS)
+        self._window_uses = ReuseModel(TURNS + 3)
         self._victim: Node | None = None
         self._victim_access_ns = 0
         self._skip_epoch = 0
+        self.on_retain: Callable[[Node], None] | None = None
+        """Called with a node whose window is retained from now on."""
+        self.on_evict: Callable[[Node, int], None] | None = None
+        """Called with a node and the time before eviction takes its full block, or the window that ends with it."""
+        self.is_backed: Callable[[Node, bool], bool] | None = None
+        """Whether the tier below has a node's full block, or (True) the window that ends with it."""
         self.num_evictable_full = 0
         self.num_evictable_swa = 0
         self.num_swa_blocks = 0
@@ -201,6 +226,8 @@ class PrefixTree:
             member.swa_marks += 1
         node.checkpoint = Checkpoint(node, self._nearest_checkpoint(node))
         self._checkpoints.add(node.checkpoint)
+        if self.on_retain is not None:
+            self.on_retain(node)
         return True
 
     def drop_checkpoint(self, node: Node) -> int:
@@ -220,9 +247,15 @@ class PrefixTree:
         self._checkpoints.discard(checkpoint)
         return freed
 
+    def note_use(self, node: Node, now_ns: int) -> int:
+        """A sequence goes on from `node`, which was used last at its `last_access_ns`; its turns so far."""
+        self._leaf_uses.used(kind_of_leaf(node), now_ns - node.last_access_ns)
+        return node.turns
+
     def touch_window(self, node: Node, now_ns: int) -> None:
         """A sequence resumes at the window that ends with `node`: note it where a checkpoint keeps that window."""
         if node.checkpoint is not None:
+            self._window_uses.used(kind_of_window(node.checkpoint), now_ns - node.checkpoint.last_access_ns)
             node.checkpoint.last_access_ns = now_ns
             node.checkpoint.resumes += 1
 
@@ -233,7 +266,7 @@ class PrefixTree:
 
     def _nearest_checkpoint(self, node: Node) -> Checkpoint | None:
         """The nearest checkpoint above `node`, no farther than a rebuild would reach (beyond, its distance is moot)."""
-        reach = node.index + 1 if self._rebuild_tokens is None else self._rebuild_tokens // self.block_size + 1
+        reach = node.index + 1 if self.rebuild_tokens is None else self.rebuild_tokens // self.block_size + 1
         for member in node.path_up(reach):
             if member.checkpoint is not None and member is not node:
                 return member.checkpoint
@@ -254,6 +287,9 @@ class PrefixTree:
             # Used since: no longer stale, so the choice is made anew.
             if leaf is None or leaf not in self._leaves or leaf.last_access_ns != self._victim_access_ns:
                 leaf = self._pick_leaf(now_ns)
+                self._leaf_uses.lost(kind_of_leaf(leaf), now_ns - leaf.last_access_ns)
+            if self.on_evict is not None:
+                self.on_evict(leaf, now_ns)
             self._remove(leaf)
             count -= 1
             self._victim = leaf.parent
@@ -265,7 +301,11 @@ class PrefixTree:
         if count > self.num_evictable_swa:
             return False
         while count > 0:
-            count -= self.drop_checkpoint(self._pick_window(now_ns).node)
+            checkpoint = self._pick_window(now_ns)
+            self._window_uses.lost(kind_of_window(checkpoint), now_ns - checkpoint.last_access_ns)
+            if self.on_evict is not None:
+                self.on_evict(checkpoint.node, now_ns)
+            count -= self.drop_checkpoint(checkpoint.node)
             self.evicted_windows_total += 1
         return True
 
@@ -296,8 +336,9 @@ class PrefixTree:
 
     def _pick_leaf(self, now_ns: int) -> Node:
         def worth(leaf: Node) -> float:
-            saved = self.block_size + (self._window_saving(leaf.checkpoint) if leaf.checkpoint else 0)
-            candidate = Candidate(saved, 1, leaf.hits, now_ns - leaf.last_access_ns)
+            age_ns = now_ns - leaf.last_access_ns
+            rate = self._leaf_uses.rate(kind_of_leaf(leaf), age_ns)
+            candidate = Candidate(self.block_size * self._cost(leaf, window=False), 1, rate, age_ns)
             return self._policy(candidate, self._leaves.chance())
 
         return min(self._leaves.sample(SAMPLE), key=worth)
@@ -312,7 +353,9 @@ class PrefixTree:
 
         def worth(checkpoint: Checkpoint, blocks: int) -> float:
             age_ns = now_ns - checkpoint.last_access_ns
-            candidate = Candidate(self._window_saving(checkpoint), blocks, checkpoint.hits, age_ns)
+            rate = self._window_uses.rate(kind_of_window(checkpoint), age_ns)
+            saving = self._window_saving(checkpoint) * self._cost(checkpoint.node, window=True)
+            candidate = Candidate(saving, blocks, rate, age_ns)
             return self._policy(candidate, self._checkpoints.chance())
 
         def best(checkpoints: Sequence[Checkpoint], blocks: Callable[[Checkpoint], int]) -> Checkpoint | None:
@@ -330,12 +373,15 @@ class PrefixTree:
             raise InvariantError("SWA blocks are counted evictable, but no checkpoint keeps any")
         return chosen
 
+    def _cost(self, node: Node, *, window: bool) -> float:
+        return BACKED_COST if self.is_backed is not None and self.is_backed(node, window) else 1.0
+
     def _window_saving(self, checkpoint: Checkpoint) -> int:
         """Tokens to compute again if this window were lost: from the checkpoint before it, or by a rebuild."""
         previous = checkpoint.live_previous()
         start = previous.node.index + 1 if previous else 0
         saving = (checkpoint.node.index + 1 - start) * self.block_size
-        return saving if self._rebuild_tokens is None else min(saving, self._rebuild_tokens)
+        return saving if self.rebuild_tokens is None else min(saving, self.rebuild_tokens)
 
     def audit(self) -> list[str]:
         """Recompute every derived quantity from the nodes alone; all discrepancies. O(nodes x window)."""

@@ -25,6 +25,8 @@ class RetentionContext:
     diverges: bool
     """Whether another sequence goes on differently after the full hit."""
     window_blocks: int
+    message_blocks: tuple[int, ...] = ()
+    """Boundaries at or below which a message of the chat begins, ascending; empty when unknown."""
 
 
 class RetentionRule(Protocol):
@@ -61,3 +63,13 @@ def geometric(context: RetentionContext) -> Iterable[int]:
     while 0 < boundary < context.prompt_blocks:
         yield boundary
         boundary *= 2
+
+
+MESSAGE_WINDOWS = 4
+
+
+@RETENTION_RULES.register("message")
+def message(context: RetentionContext) -> Iterable[int]:
+    """Where messages begin: the end of the system prompt, which other chats share, and the last few, which are edited,
+    retried or shortened. Bounded, as a long chat has hundreds."""
+    return dict.fromkeys(context.message_blocks[:1] + context.message_blocks[-MESSAGE_WINDOWS:])

@@ -38,6 +38,17 @@ class ReusePlan:
     """First position whose SWA KV may be read."""
     exact_from: int
     """First position whose SWA KV, once computed, equals a cold run's."""
+    num_unused_blocks: int = 0
+    """Blocks of full KV beyond `num_full_blocks` that the host tier has and that are not worth loading."""
+    num_full_loads: int = 0
+    """Last blocks of the full hit that only the host tier has."""
+    num_swa_loads: int = 0
+    """Blocks of the window before `start` that only the host tier has."""
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Leading blocks whose full KV is on the device."""
+        return self.num_full_blocks - self.num_full_loads
 
     @property
     def num_uncached_tokens(self) -> int:
@@ -46,6 +57,20 @@ class ReusePlan:
     def rebuilt_tokens(self, block_size: int) -> int:
         """Tokens replayed only to get a window back."""
         return self.num_full_blocks * block_size - self.start if self.kind == "rebuild" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Where the tokens came from that a request did not compute."""
+
+    device: int = 0
+    host: int = 0
+    store: int = 0
+
+    @property
+    def total(self) -> int:
+        """The effective hit."""
+        return self.device + self.host + self.store
 
 
 def plan_reuse(

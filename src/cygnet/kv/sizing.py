@@ -6,6 +6,7 @@ from math import ceil
 from cygnet.base.errors import ConfigError
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.units import format_bytes
+from cygnet.kv.transfers import object_bytes
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ def plan_pools(
 ) -> PoolSizes:
     """Split `budget_bytes` between the full and the SWA pool.
 
-    The SWA pool gets `swa_share` of the budget or, when that is 0, the share it has in a cached session of
-    `session_tokens` tokens with `windows_per_session` retained windows; never less than one request's window + chunk +
-    one block, never more than the full pool's tokens could use. `max_model_len` 0 means as long as the model and the
+    The SWA pool gets one request's window + chunk + one block, and of what then remains `swa_share` or, when that is
+    0, the share that windows have in a cached session of `session_tokens` tokens with `windows_per_session` of them;
+    never more than the full pool's tokens could use. `max_model_len` 0 means as long as the model and the
     full pool allow; a given one must fit. Raises `ConfigError` naming the smallest budget that works.
     """
     if max_model_len > model_max_len:
@@ -90,7 +91,8 @@ def plan_pools(
         full_blocks, swa_blocks = budget_bytes // full_block, 0
     else:
         share = swa_share or _session_share(geometry, session_tokens, windows_per_session)
-        swa_blocks = max(needed_swa, int(budget_bytes * share) // swa_block)
+        # On top of what a step works in: else a small budget would have no room for a window that stays.
+        swa_blocks = needed_swa + int((budget_bytes - needed_swa * swa_block) * share) // swa_block
         swa_blocks = min(swa_blocks, (budget_bytes - needed_full * full_block) // swa_block)
         # Beyond one SWA block per full block nothing could be mapped to it.
         even = budget_bytes // (full_block + swa_block)
@@ -102,3 +104,47 @@ def plan_pools(
 def _session_share(geometry: KVGeometry, session_tokens: int, windows: int) -> float:
     full = session_tokens * geometry.full.token_bytes
     return 1.0 - full / geometry.cached_bytes(session_tokens, windows)
+
+
+@dataclass(frozen=True)
+class HostSizes:
+    """Blocks per pool of the host tier."""
+
+    block_size: int
+    full_blocks: int
+    swa_blocks: int
+
+    def num_bytes(self, geometry: KVGeometry) -> int:
+        """Bytes of both pools, in objects as they are laid out there."""
+        return self.full_blocks * object_bytes(geometry.full, self.block_size) + self.swa_blocks * object_bytes(
+            geometry.swa, self.block_size
+        )
+
+
+def plan_host(
+    geometry: KVGeometry,
+    *,
+    block_size: int,
+    budget_bytes: int,
+    swa_share: float = 0.0,
+    session_tokens: int = 8192,
+    windows_per_session: int = 2,
+) -> HostSizes:
+    """Split the host tier's `budget_bytes` between its pools, by the shares that `plan_pools` uses.
+
+    Raises `ConfigError` below the smallest that can hold anything: one window, and the full KV of as many tokens.
+    """
+    full_block, swa_block = object_bytes(geometry.full, block_size), object_bytes(geometry.swa, block_size)
+    window = geometry.window_blocks(block_size)
+    least = (window + 1) * full_block + (window + 1) * swa_block
+    if budget_bytes < least:
+        raise ConfigError(
+            f"host cache {format_bytes(budget_bytes)} is below the minimum of {format_bytes(least)} ({least} bytes): "
+            "one window of both groups; raise --host-cache, or turn it off"
+        )
+    if not swa_block:
+        return HostSizes(block_size, budget_bytes // full_block, 0)
+    share = swa_share or _session_share(geometry, session_tokens, windows_per_session)
+    even = budget_bytes // (full_block + swa_block)
+    swa_blocks = max(window + 1, min(int(budget_bytes * share) // swa_block, even))
+    return HostSizes(block_size, (budget_bytes - swa_blocks * swa_block) // full_block, swa_blocks)

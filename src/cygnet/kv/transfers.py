@@ -180,6 +180,12 @@ class Outbox:
     """Store commands decided on and not yet taken by the runtime, oldest first."""
 
     commands: list[StoreCommand] = field(default_factory=list)
+    num_tickets: int = 0
+
+    def new_ticket(self) -> int:
+        """A number for a command and its answer."""
+        self.num_tickets += 1
+        return self.num_tickets
 
     def take(self) -> Sequence[StoreCommand]:
         """All of them; the outbox is empty after."""

@@ -42,6 +42,7 @@ class TreeAudit:
             ("SWA", [node.swa_block for node in self._nodes.values() if node.swa_block != NO_BLOCK]),
         ):
             faults += [f"{group} block {b} is held {n} times" for b, n in Counter(blocks).items() if n > 1]
+        faults += self._tree._leaf_uses.audit() + self._tree._window_uses.audit()
         return faults + self._check_counters()
 
     def _check_node(self, key: BlockKey, node: Node) -> tuple[tuple[bool, str], ...]:

@@ -1,8 +1,11 @@
 """What a model's forward pass is told about the requests in a step. Built by the engine's model runner."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+from cygnet.model.description import GroupName
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,17 @@ class GroupBatch:
     """KV storage by the layer's index within its group."""
 
 
+class LayerGate(Protocol):
+    """KV that is still being copied into the batch's blocks while the step runs. Both raise what a copy failed with."""
+
+    def wait(self, group: GroupName, index: int) -> None:
+        """Until what the step reads of the group's layer `index` is there, for all work that is asked for from now
+        on."""
+
+    def wait_all(self) -> None:
+        """The same for all layers."""
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """One step: `num_tokens` tokens of `num_requests` requests, request after request.
@@ -57,6 +71,8 @@ class ForwardBatch:
     full: GroupBatch
     swa: GroupBatch | None
     """None for a model without SWA layers."""
+    gate: LayerGate | None = None
+    """To be waited at before each layer reads or writes KV. None when all KV is there."""
 
     @property
     def num_requests(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import cygnet.model.moe  # noqa: F401  (registers its MLP kind)
 from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
-from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerGate, LayerKV
 from cygnet.model.cpu.programs import Ropes, StepPrograms
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
 from cygnet.model.int8 import BytePanels, Int8Weight, compiled
@@ -206,14 +206,15 @@ class HybridModel(nn.Module):
         plans = self._plans(batch) if plans is None else plans
 
         def layers(x: Tensor, ropes: Ropes) -> Tensor:
-            return self._run_layers(x, ropes, plans)
+            return self._run_layers(x, ropes, plans, batch.gate)
 
-        if self._programs is None:
+        # A recorded step can't wait between its layers.
+        if self._programs is None or batch.gate is not None:
             return layers(x, ropes)
         caches = [group.layers for group, _ in plans.values()]
         return self._programs.run(layers, x, ropes, [plan for _, plan in plans.values()], caches)
 
-    def _run_layers(self, x: Tensor, ropes: Ropes, plans: Plans) -> Tensor:
+    def _run_layers(self, x: Tensor, ropes: Ropes, plans: Plans, gate: LayerGate | None) -> Tensor:
         ops, backend = self.ops, self.attention_backend
         # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
         norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
@@ -222,6 +223,8 @@ class HybridModel(nn.Module):
         for layer, next_norm, spec, (group, index) in placed:
             group_batch, plan = plans[group]
             rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
+            if gate is not None:
+                gate.wait(group, index)
             x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv)
         return normed
 

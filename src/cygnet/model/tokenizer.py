@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer as Backend
 from cygnet.base.errors import InvalidRequestError, ModelLoadError
 from cygnet.model.chat_template import ChatTemplate
 
+MOST_MESSAGES = 8
+"""Starts of messages that `message_starts` gives, counted from the end of the prompt."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -163,6 +166,31 @@ class Tokenizer:
         return (template or self._templates.get("default") or next(iter(self._templates.values()))).render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
+
+    @cached_property
+    def message_token(self) -> int | None:
+        """The special token that begins each message of a rendered chat; `None` where there is no such token."""
+        if not self._templates:
+            return None
+
+        def rendered(num_messages: int) -> list[int]:
+            roles = ("user", "assistant", "user")[:num_messages]
+            text = self.render_chat([{"role": role, "content": "a"} for role in roles], add_generation_prompt=False)
+            return self.encode(text, add_special_tokens=False)
+
+        try:
+            one, three = rendered(1), rendered(3)
+        except InvalidRequestError:
+            return None
+        repeated = (t for t in three if t in self._special and three.count(t) - one.count(t) == 2)
+        return next(repeated, None)
+
+    def message_starts(self, ids: Sequence[int]) -> list[int]:
+        """Where messages begin in a prompt, but for the first one: at most the first and the last few of many."""
+        if self.message_token is None:
+            return []
+        starts = [index for index, token in enumerate(ids) if token == self.message_token][1:]
+        return starts[:1] + starts[1:][-MOST_MESSAGES:]
 
     def with_chat_template(self, text: str) -> "Tokenizer":
         """The same tokenizer with `text` as its only chat template. Raises `ModelLoadError` for invalid Jinja."""

@@ -244,6 +244,8 @@ class DecodeGraphs:
         padded = self._inputs.load(batch, bucket)
         for name, (_, plan) in captured.plans.items():
             self._backend.refill(plan, padded, group_of(padded, name))
+        if batch.gate is not None:
+            batch.gate.wait_all()
         captured.graph.replay()
         return captured.hidden[: batch.num_requests]
 

@@ -8,6 +8,13 @@ from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
 from cygnet.base.sampling import SamplingParams
 from cygnet.engine.core import EngineCore, PreparedRequest
 from cygnet.engine.plan import PendingStep, StepRunner
+from cygnet.engine.runtime.tier_setup import TierRuntime
+from cygnet.engine.runtime.waker import Waker
+
+MOST_AUDITED = 50_000
+"""Cached blocks, of device and host, that an audit looks at in idle time: about 0.2 s."""
+STALL_S = 0.005
+"""How long to wait for the store before looking again which requests have waited long enough."""
 
 
 class LocalEngine:
@@ -31,8 +38,14 @@ class LocalEngine:
         *,
         audit: str = "idle",
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        tiers: TierRuntime | None = None,
+        waker: Waker | None = None,
     ) -> None:
+        """`tiers` is closed with the engine; its store worker wakes `waker` when it has something to say."""
         self.core = core
+        self.tiers = tiers
+        self.waker = waker or Waker()
+        self._worker = tiers.worker if tiers is not None else None
         self._runner = runner
         self._audit = audit
         self._clock_ns = clock_ns
@@ -45,6 +58,7 @@ class LocalEngine:
     def add(self, message: AddRequest) -> None:
         """Queue a request; raises a `RequestError` if it can't be served."""
         self.core.add(message, self._clock_ns())
+        self._command_store()
 
     def prepare(self, message: AddRequest) -> PreparedRequest:
         """The long part of `add`, at any time: see `EngineCore.prepare`."""
@@ -53,15 +67,40 @@ class LocalEngine:
     def add_prepared(self, prepared: PreparedRequest) -> None:
         """The rest of `add`; raises a `RequestError` if it can't be served now."""
         self.core.add_prepared(prepared, self._clock_ns())
+        self._command_store()
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """End requests now."""
-        return self.core.abort(request_ids, self._clock_ns())
+        outputs = self.core.abort(request_ids, self._clock_ns())
+        self._command_store()
+        return outputs
+
+    def flush_cache(self, *, store: bool = False) -> int:
+        """Drop what is cached: see `EngineCore.flush_cache`."""
+        dropped = self.core.flush_cache(store=store)
+        self._command_store()
+        return dropped
+
+    @property
+    def hears_store(self) -> bool:
+        """Whether there is a store, which wakes `waker`."""
+        return self._worker is not None
+
+    def hear_store(self) -> None:
+        """Take in what the store has done, between two steps. Its requests may be ready, and its memory free."""
+        if self._worker is not None:
+            self.waker.clear()
+            self.core.store_results(self._worker.take_results(), self._clock_ns())
+            self._command_store()
+
+    def _command_store(self) -> None:
+        if self._worker is not None and (commands := self.core.take_store_commands()):
+            self._worker.submit(commands)
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests to work on."""
-        return self.core.num_requests > 0
+        """Whether there are requests to work on, or something to copy between tiers."""
+        return self.core.wants_step
 
     @property
     def asynchronous(self) -> bool:
@@ -69,13 +108,19 @@ class LocalEngine:
         return self._runner.asynchronous
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, run and apply one step; what it produced."""
-        return self.finish() if self.begin() else []
+        """Schedule, run and apply one step; what it produced. Where all wait for the store, wait a moment with them."""
+        if self.begin():
+            return self.finish()
+        if self.busy:
+            self.waker.wait(STALL_S)
+        return []
 
     def begin(self) -> bool:
-        """Schedule a step and launch it; False if there is nothing to run."""
+        """Schedule a step and launch it; False if there is nothing to run (now: see `EngineCore.schedule`)."""
+        self.hear_store()
         self._started_ns = self._clock_ns()
         plan = self.core.schedule(self._started_ns)
+        self._command_store()
         if plan is None:
             return False
         self._pending = self._runner.launch(plan)
@@ -95,6 +140,7 @@ class LocalEngine:
         result = pending.result()
         finished = self._clock_ns()
         outputs = self.core.apply(result, finished)
+        self._command_store()
         self._last_ms = (finished - self._started_ns) / 1e6
         self._unchecked = True
         if self._audit == "step":
@@ -103,8 +149,8 @@ class LocalEngine:
 
     @property
     def wants_rest(self) -> bool:
-        """Whether `rest` would do anything."""
-        return self._unchecked and self._audit == "idle"
+        """Whether `rest` would do anything. Not where so much is cached that a request would have to wait for it."""
+        return self._unchecked and self._audit == "idle" and self.core.kv.num_cached_blocks <= MOST_AUDITED
 
     def rest(self) -> None:
         """To be called when nothing is to do for a while: audits what was done since the last time."""
@@ -117,6 +163,12 @@ class LocalEngine:
         faults = self.core.audit() + self._runner.audit(self.core.running, self.core.gone)
         if faults:
             raise InvariantError("bookkeeping is broken:\n  " + "\n  ".join(faults))
+
+    def close(self) -> None:
+        """Write what has been put to the store, and give everything back."""
+        if self.tiers is not None:
+            self.tiers.close()
+        self.waker.close()
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine."""

@@ -1,6 +1,7 @@
 """Carries out step plans: block tables, forward pass, sampling."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from cygnet.engine.runtime.sampler import all_plain_greedy, sample
 from cygnet.engine.runtime.step_device import Mark, Staging, StepDevice, step_device
 from cygnet.engine.runtime.step_inputs import StepInputs
 from cygnet.kv.runtime.device_pool import DevicePool
+from cygnet.kv.runtime.transfers import Gate, Transfers
 from cygnet.model.batch import ForwardBatch
 from cygnet.model.decoder import HybridModel
 
@@ -34,6 +36,7 @@ class LaunchedStep:
         greedy: Tensor | None,
         logits: Tensor | None,
         mark: Mark,
+        gate: Gate | None,
         finished: Callable[[], None],
     ) -> None:
         self._step = step
@@ -43,15 +46,18 @@ class LaunchedStep:
         self._greedy = greedy
         self._logits = logits
         self._mark = mark
+        self._gate = gate
         self._finished = finished
 
     def done(self) -> bool:
-        return self._mark.done()
+        return self._mark.done() and (self._gate is None or self._gate.done())
 
     def result(self) -> StepResult:
         self._mark.wait()
-        self._finished()
         tokens = self._tokens()
+        if self._gate is not None:
+            self._gate.join()
+        self._finished()
         self._rows.append([row for _, row in self._sampled], tokens)
         return StepResult(self._step, {rid: token for (rid, _), token in zip(self._sampled, tokens, strict=True)})
 
@@ -80,8 +86,10 @@ class ModelRunner:
         eos_token_ids: Sequence[int],
         forward: Forward | None = None,
         device: StepDevice | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
-        """`forward` stands in for calling `model`, and `device` for the model's own."""
+        """`forward` stands in for calling `model`, and `device` for the model's own. Without `transfers` there is no
+        tier but the device, and no plan may have copies."""
         self._model = model
         self._pool = pool
         self._window = window
@@ -90,6 +98,7 @@ class ModelRunner:
         self._forward = forward or model
         self._device = device or step_device(model.device)
         self._staging = Staging(self._device)
+        self._transfers = transfers
         self._rows = Rows()
         self._pending = False
 
@@ -106,44 +115,68 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """One forward pass; a sampled token for every request that reached its last token.
 
-        Nothing in here waits for an asynchronous device. Tokens that are simply the likeliest are chosen on the device
-        and copied from it; where more is asked for, `result` samples from the logits once they are there.
+        Nothing in here waits for an asynchronous device, except copies of evicted blocks from it. Tokens that are
+        simply the likeliest are chosen on the device and copied from it; where more is asked for, `result` samples from
+        the logits once they are there. Copies between device and host that no layer waits for may go on until `result`.
         """
         if self._pending:
             raise InvariantError("a step was launched before the last one's result was taken")
         self._pending = True
-        self._pool.poison_blocks(plan.freed_full, plan.freed_swa)
+        gate = self._begin_transfers(plan)
         for request_id in plan.gone:
             self._rows.remove(request_id)
         for new in plan.new:
             eos = () if new.sampling.ignore_eos else self._eos
             self._rows.add(new, (*new.sampling.stop_token_ids, *eos))
         self._rows.take_blocks(plan.requests)
-        inputs = StepInputs(plan.requests, self._rows)
-        batch, sampled = inputs.batch(self._pool, self._staging, window=self._window)
-        hidden = self._forward(batch)
-        last = hidden if sampled is None else hidden[sampled]
-        states = [row.sampling for _, row in inputs.sampled]
-        counts = inputs.num_outputs()
+        sampled: Sequence[tuple[RequestId, Row]] = ()
+        counts: Sequence[int] = ()
         greedy = logits = None
-        if states and all_plain_greedy(states, counts):  # without a copy of all logits in fp32
-            greedy = self._device.download(self._model.greedy(last))
-        elif states:
-            logits = self._model.logits(last)
+        if plan.requests:
+            inputs = StepInputs(plan.requests, self._rows)
+            last = self._run(inputs, gate)
+            sampled, counts = inputs.sampled, inputs.num_outputs()
+            if sampled and all_plain_greedy([row.sampling for _, row in sampled], counts):
+                greedy = self._device.download(self._model.greedy(last))  # without a copy of all logits in fp32
+            elif sampled:
+                logits = self._model.logits(last)
         return LaunchedStep(
             plan.step,
             self._rows,
-            inputs.sampled,
+            sampled,
             counts,
             greedy=greedy,
             logits=logits,
             mark=self._device.mark(),
+            gate=gate,
             finished=self._take,
         )
+
+    def _begin_transfers(self, plan: StepPlan) -> Gate | None:
+        """Start the plan's copies, and poison freed blocks: after evicted ones were read, before any is loaded."""
+
+        def poison() -> None:
+            self._pool.poison_blocks(plan.freed_full, plan.freed_swa)
+
+        if not plan.transfers:
+            poison()
+            return None
+        if self._transfers is None:
+            raise InvariantError(f"step {plan.step} has copies, and there is no tier to copy to or from")
+        return self._transfers.begin(plan.transfers, poison)
+
+    def _run(self, inputs: StepInputs, gate: Gate | None) -> Tensor:
+        """The forward pass; hidden states of the tokens that a next one is chosen after."""
+        batch, sampled = inputs.batch(self._pool, self._staging, window=self._window)
+        if gate is not None and gate.is_loading:
+            batch = replace(batch, gate=gate)
+        hidden = self._forward(batch)
+        return hidden if sampled is None else hidden[sampled]
 
     def _take(self) -> None:
         self._pending = False
 
     def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
         """All discrepancies between the rows and the core's running requests."""
-        return self._rows.audit(running, gone, self._pool.block_size)
+        faults = [] if self._transfers is None else self._transfers.audit()
+        return faults + self._rows.audit(running, gone, self._pool.block_size)

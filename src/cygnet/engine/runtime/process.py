@@ -32,7 +32,7 @@ from cygnet.base.messages import (
     StepOutputs,
 )
 from cygnet.engine.core import PreparedRequest
-from cygnet.engine.runtime.local import LocalEngine
+from cygnet.engine.runtime.local import STALL_S, LocalEngine
 from cygnet.engine.runtime.setup import load_engine
 
 STATS_INTERVAL_S = 0.2
@@ -58,6 +58,11 @@ class EngineLoop:
     def __init__(self, engine: LocalEngine, socket: "zmq.Socket[bytes]") -> None:
         self._engine = engine
         self._socket = socket
+        self._poller: zmq.Poller | None = None
+        if engine.hears_store:
+            self._poller = zmq.Poller()
+            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(engine.waker.fileno(), zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._encoder = msgspec.msgpack.Encoder()
         self._received: deque[Received] = deque()
@@ -80,8 +85,14 @@ class EngineLoop:
             self._send()
 
     def _step(self) -> None:
+        """One step, or a moment's wait where all requests wait for the store."""
+        if not self._engine.asynchronous:
+            self._send()
+        if not self._engine.begin():
+            self._send()
+            self._poll(int(STALL_S * 1000))
+            return
         if self._engine.asynchronous:
-            self._engine.begin()
             self._send()
             # Waiting for a GPU keeps a CPU busy anyway.
             while not self._engine.done:
@@ -89,9 +100,17 @@ class EngineLoop:
                     self._received.append(message)
             self._outputs += self._engine.finish()
         else:
+            self._outputs += self._engine.finish()
             self._send()
-            self._outputs += self._engine.step()
-            self._send()
+
+    def _poll(self, timeout_ms: int | None) -> bool:
+        """Wait until a message is there (True), or the store has something to say, or the time is over."""
+        if self._poller is None:
+            return bool(self._socket.poll(timeout_ms))
+        events = dict(self._poller.poll(timeout_ms))
+        if self._engine.waker.fileno() in events:
+            self._engine.hear_store()
+        return self._socket in events
 
     def _take_in(self, *, block: bool) -> None:
         """Let all messages there are take effect; with `block`, wait for the first."""
@@ -103,12 +122,14 @@ class EngineLoop:
                 self._handle(message)
 
     def _wait(self) -> None:
-        """Until a message comes. First a last word on the statistics; and an audit once it is quiet."""
+        """Until a message comes, or the store makes work. First a last word on the statistics; and an audit once it is
+        quiet."""
         if self._outputs or self._stats_dirty:
             self._send(force=self._stats_dirty)
-        if self._engine.wants_rest and not self._socket.poll(QUIET_MS):
+        if self._engine.wants_rest and not self._poll(QUIET_MS):
             self._engine.rest()
-        self._socket.poll()
+        while not self._engine.busy and not self._poll(None):
+            self._stats_dirty = True
 
     def _receive(self) -> Received | None:
         """The next message, made ready; `None` for a request that can't be served, which is refused at once."""
@@ -131,8 +152,8 @@ class EngineLoop:
                     self._refuse(message.message, error)
             case AbortRequests(request_ids):
                 self._outputs += self._engine.abort(request_ids)
-            case FlushCache():
-                log.info("cache flushed: %d blocks dropped", self._engine.core.flush_cache())
+            case FlushCache(store):
+                log.info("cache flushed: %d blocks dropped", self._engine.flush_cache(store=store))
             case Shutdown(drain):
                 self._draining = drain
                 self._stopping = not drain
@@ -196,7 +217,10 @@ def main() -> int:
         # What loading has made stays for good. The garbage collector would look at it again and again, between steps.
         gc.collect()
         gc.freeze()
-        EngineLoop(engine, socket).run()
+        try:
+            EngineLoop(engine, socket).run()
+        finally:
+            engine.close()
         return 0
     except CygnetError as error:
         send(EngineFailed(message=str(error)))

@@ -17,8 +17,11 @@ from cygnet.engine.runtime.cuda_graphs import GraphDevice
 from cygnet.engine.runtime.graph_setup import capture_graphs, choose_graphs, default_graph_device
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.runtime.model_runner import Forward, ModelRunner
+from cygnet.engine.runtime.tier_setup import describe_tiers, plan_lower, start_tiers
+from cygnet.engine.runtime.waker import Waker
 from cygnet.engine.scheduler import SchedulerPolicy
-from cygnet.kv.manager import KVManager, KVPolicy
+from cygnet.kv.manager import KVManager
+from cygnet.kv.policy import KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes, plan_pools
 from cygnet.model.cache_dir import default_cache_dir, weights_folder
@@ -27,6 +30,7 @@ from cygnet.model.decoder import HybridModel
 from cygnet.model.loader import build_model
 from cygnet.model.source import ModelSource, find_model
 from cygnet.model.weight_cache import WeightCache
+from cygnet.model.weights_digest import weights_digest
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total) while loading; a total of 0 means unknown."""
@@ -105,12 +109,13 @@ def assemble(
     model: HybridModel,
     *,
     name: str,
+    weights: str = "",
     eos_token_ids: Sequence[int] = (),
     graph_device: GraphDevice | None = None,
     report: Report = lambda stage, done, total: None,
 ) -> LocalEngine:
-    """Pools, core, CUDA graphs and runner around a loaded model. `name` tells models apart in cache keys;
-    `graph_device` stands in for the one of the model's device."""
+    """Pools, tiers, core, CUDA graphs and runner around a loaded model. `weights` (a digest), or else `name`, tells
+    models apart in cache keys; `graph_device` stands in for the one of the model's device."""
     description = model.description
     geometry = description.kv_geometry(model.dtype.itemsize)
     graph_device = graph_device or default_graph_device(model.device)
@@ -119,6 +124,9 @@ def assemble(
     sizes = size_pools(
         config, geometry, model_max_len=description.max_model_len, budget_bytes=budget - choice.num_bytes
     )
+    dtype = f"{model.dtype}/{config.model.weight_dtype}"
+    fingerprint = f"{weights or name}/{description.family}/{dtype}/{sizes.block_size}"
+    lower = plan_lower(config, geometry, model.device, budget, fingerprint=fingerprint, dtype=dtype)
     kv = KVManager(
         geometry,
         sizes,
@@ -129,6 +137,7 @@ def assemble(
             eviction=config.kv.eviction,
             track_freed=config.kv.poison,
         ),
+        lower=lower,
     )
     policy = SchedulerPolicy(
         max_num_seqs=config.engine.max_num_seqs,
@@ -139,7 +148,7 @@ def assemble(
     core = EngineCore(
         kv,
         policy,
-        fingerprint=f"{name}/{description.family}/{model.dtype}/{sizes.block_size}",
+        fingerprint=fingerprint,
         eos_token_ids=eos_token_ids,
         vocab_size=description.vocab_size,
         max_requests=config.engine.max_requests,
@@ -150,8 +159,19 @@ def assemble(
     if graph_device is not None and graphed:
         progress = partial(report, "capturing CUDA graphs")
         forward = capture_graphs(choice, model, pool, geometry, sizes, graph_device, progress)
-    runner = ModelRunner(model, pool, window=geometry.window, eos_token_ids=eos_token_ids, forward=forward)
-    return LocalEngine(core, runner, audit=config.engine.audit)
+    waker = Waker()
+    tiers = None
+    if lower is not None:
+        tiers = start_tiers(config, lower, geometry, pool, description, model.dtype, model.device, waker.wake)
+    runner = ModelRunner(
+        model,
+        pool,
+        window=geometry.window,
+        eos_token_ids=eos_token_ids,
+        forward=forward,
+        transfers=tiers.transfers if tiers is not None else None,
+    )
+    return LocalEngine(core, runner, audit=config.engine.audit, tiers=tiers, waker=waker)
 
 
 def weight_cache(config: Config, source: ModelSource, report: Report) -> WeightCache | None:
@@ -193,11 +213,13 @@ def load_engine(
     )
     if model.ops.is_compiled and dtype in SUFFIX:
         prepare(dtype, lambda done, total: report("compiling kernels", done, total))
-    engine = assemble(config, model, name=source.name, eos_token_ids=eos_token_ids, report=report)
-    return engine, describe(engine, model, source.name)
+    # Only a store outlives the process, or is shared: within it a name is enough.
+    weights = weights_digest(source.path) if config.kv.store else ""
+    engine = assemble(config, model, name=source.name, weights=weights, eos_token_ids=eos_token_ids, report=report)
+    return engine, describe(engine, model, source.name, store=config.kv.store)
 
 
-def describe(engine: LocalEngine, model: HybridModel, name: str) -> EngineReady:
+def describe(engine: LocalEngine, model: HybridModel, name: str, *, store: str = "") -> EngineReady:
     """What the engine says of itself once it is ready."""
     kv, sizes = engine.core.kv, engine.core.kv.sizes
     stats = engine.core.stats()
@@ -218,5 +240,6 @@ def describe(engine: LocalEngine, model: HybridModel, name: str) -> EngineReady:
         geometry=kv.geometry,
         stats=stats,
         summary=f"{name}, {dtype} on {model.device}: {shape}\n"
-        f"KV cache {format_bytes(sizes.num_bytes(kv.geometry))}: {pools}; context up to {sizes.max_model_len} tokens",
+        f"KV cache {format_bytes(sizes.num_bytes(kv.geometry))}: {pools}; context up to {sizes.max_model_len} tokens"
+        + describe_tiers(kv, store),
     )
