@@ -9,7 +9,7 @@ them; `of its bound` is the median over turns of (the bound's time / the row's t
     view              descriptor RPC: 64 bytes over a unix socket and back
     same host         descriptor RPC and one memcpy into the caller's memory
     TCP get, TCP put  the same bytes by `recv_into` and `sendall`, a header of 64 bytes before or after them
-    disk get          preadv of as much by O_DIRECT, from a file written in one go
+    disk get          preadv by O_DIRECT from a file written in one go; 16 objects per call of either
     batch of 4 KiB    a pipeline of GETs to Redis by raw sockets (none without redis-server)
 
 All bytes that are got by GCache over TCP are checked against their checksums, as always; the raw rows check nothing.
@@ -51,6 +51,8 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 WORKING_SET = 128 * MIB
 DISK_SET = 384 * MIB
 """Three times the memory of the server that it is read from."""
+DISK_BATCH = 16
+"""Objects per call of the disk rows."""
 CALLS = 12
 """Per row and turn."""
 BATCH = 256
@@ -359,8 +361,8 @@ def batch_ways(near: GCacheClient, far: GCacheClient, redis: socket.socket | Non
 
 def disk_rows(folder: Path, size: int, rounds: int) -> list[Row]:
     """Gets of objects that are on the disk only, and plain reads of another file, piece by piece of 32 MiB."""
-    count, per_turn = DISK_SET // size, 32 * MIB // size
-    memory = pool_memory(size)
+    count, per_turn = DISK_SET // size, 32 * MIB // size // DISK_BATCH
+    memory = pool_memory(DISK_BATCH * size)
     plain = folder / "plain"
     noise = np.random.default_rng(1).integers(0, 256, size + count, np.uint8)
     with open(plain, "wb") as file:
@@ -376,16 +378,25 @@ def disk_rows(folder: Path, size: int, rounds: int) -> list[Row]:
             values = [noise[at : at + size].data for at in range(number, number + 8)]
             assert set(client.batch_put(keys[number : number + 8], values, timeout_s=60)) == {Outcome.OK}
 
+        into = [memory[at * size : (at + 1) * size] for at in range(DISK_BATCH)]
+
+        def places(number: int) -> list[int]:
+            return [(number * DISK_BATCH + at) % count for at in range(DISK_BATCH)]
+
         def read(number: int) -> None:
-            assert os.preadv(fd, [memory], number % count * size) == size
+            for place, view in zip(places(number), into, strict=True):
+                assert os.preadv(fd, [view], place * size) == size
 
         def get(number: int) -> None:
-            outcome = client.get_into(keys[number % count], memory, timeout_s=30)
-            assert outcome is Outcome.OK, outcome
+            outcomes = client.batch_get_into([keys[place] for place in places(number)], into, timeout_s=30)
+            assert set(outcomes) == {Outcome.OK}, outcomes
 
-        turns = Turns(
-            size, [Way("plain O_DIRECT read", read), Way("GCache disk get", get, "plain O_DIRECT read")], per_turn
-        )
+        total = DISK_BATCH * size
+        ways = [
+            Way("plain O_DIRECT reads", read, "", total),
+            Way("GCache disk get", get, "plain O_DIRECT reads", total),
+        ]
+        turns = Turns(size, ways, per_turn)
         for _ in range(rounds * DISK_SET // (32 * MIB)):
             turns.take()
         os.close(fd)

@@ -4,7 +4,9 @@ The disk store's keys have a fixed length; a record carries its full key, and wh
 used by this process alone, so it never needs to look at what others have written.
 """
 
+import queue
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,7 +14,11 @@ from cygnet.base.ids import BlockKey
 from cygnet.gcache.record import split_key
 from cygnet.kv.hashing import KEY_BYTES
 from cygnet.kv.runtime.disk_store import DiskOptions, DiskStore
+from cygnet.kv.runtime.disk_store.disk import copy
+from cygnet.kv.runtime.memory import pool_memory
 from cygnet.kv.store import NAMESPACE_BYTES, Group, Namespace, ObjectKey, Outcome, StoreStats, object_key
+
+STAGE_BYTES = 4 << 20
 
 
 def disk_namespace(namespace: bytes) -> Namespace:
@@ -32,14 +38,33 @@ class DiskTier:
     def __init__(self, path: Path, capacity_bytes: int, *, io_threads: int = 4) -> None:
         options = DiskOptions(io_threads=io_threads, refresh_interval_s=float("inf"))
         self._store = DiskStore(path, capacity_bytes, options)
+        self._stages: queue.LifoQueue[memoryview] = queue.LifoQueue(io_threads)
 
     def record_bytes(self, key: bytes) -> int | None:
         """Size of the object's record, `None` when it is not there. From memory."""
         return self._store.lengths([disk_key(key)])[0]
 
     def read(self, key: bytes, record: memoryview, timeout_s: float) -> Outcome:
-        """Fill `record`, which has the record's size."""
-        return self._store.batch_get_into([disk_key(key)], [record], timeout_s=timeout_s)[0]
+        """Fill `record`, which has the record's size.
+
+        Small ones are read into huge pages and copied: shared memory has none, and a virtual disk may take each page of
+        4 KiB as a transfer of its own.
+        """
+        if len(record) > STAGE_BYTES:
+            return self._store.batch_get_into([disk_key(key)], [record], timeout_s=timeout_s)[0]
+        try:
+            stage = self._stages.get_nowait()
+        except queue.Empty:
+            stage = pool_memory(STAGE_BYTES)
+        try:
+            part = stage[: len(record)]
+            outcome = self._store.batch_get_into([disk_key(key)], [part], timeout_s=timeout_s)[0]
+            if outcome is Outcome.OK:
+                copy(record, part)
+            return outcome
+        finally:
+            with suppress(queue.Full):  # more readers at once than usual: theirs is let go
+                self._stages.put_nowait(stage)
 
     def write(self, keys: Sequence[bytes], records: Sequence[memoryview], timeout_s: float) -> list[Outcome]:
         """Store records, side by side. One that is there is not written again."""
