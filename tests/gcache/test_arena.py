@@ -248,6 +248,12 @@ def test_a_view_tells_that_its_memory_was_reused() -> None:
         assert memory.stamp(entry.slot) == entry.stamp
         assert (entry.slot, entry.stamp) not in stamps
         stamps.add((entry.slot, entry.stamp))
+    assert entry is not None
+    arena.pin(entry)
+    arena.kill(entry)
+    assert memory.stamp(entry.slot) >> 2 == entry.generation, "dead, but in place for its readers"
+    arena.unpin(entry)
+    assert memory.stamp(entry.slot) >> 2 != entry.generation, "its memory may be given to another from here on"
 
 
 def test_no_room_and_no_slot_change_nothing() -> None:
