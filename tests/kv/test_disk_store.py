@@ -78,17 +78,19 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 
 def test_lengths_are_told_without_reading(tmp_path: Path) -> None:
     """Of objects that are there, also after a restart; of a closed store, none."""
-    with small_store(tmp_path) as store:
-        put(store, key(1), num_bytes=5000)
-        put(store, key(2), num_bytes=70_001)
-        assert store.lengths([key(1), key(3), key(2)]) == [5000, None, 70_001]
-        store.remove([key(1)])
-        assert store.lengths([key(1)]) == [None]
-        with pytest.raises(ValueError):
-            store.lengths([b"short"])  # type: ignore[list-item]
+    store = small_store(tmp_path)
+    put(store, key(1), num_bytes=5000)
+    put(store, key(2), num_bytes=9001)
+    assert store.lengths([key(1), key(3), key(2)]) == [5000, None, 9001]
+    store.remove([key(1)])
+    assert store.lengths([key(1)]) == [None]
+    with pytest.raises(ValueError):
+        store.lengths([b"short"])  # type: ignore[list-item]
+    store.close()
     assert store.lengths([key(2)]) == [None]
-    with small_store(tmp_path) as store:
-        assert store.lengths([key(2)]) == [70_001]
+    again = small_store(tmp_path)
+    assert again.lengths([key(2)]) == [9001]
+    again.close()
 
 
 def test_cold_objects_are_read_from_the_disk(tmp_path: Path) -> None:
