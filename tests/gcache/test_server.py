@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from struct import Struct
 
 import msgspec
@@ -389,6 +390,12 @@ def test_a_server_that_cannot_start_says_why() -> None:
             plain = ServerOptions(port=0, memory_bytes=MIB, arena=options.arena.parent / "other")
             with pytest.raises(ConfigError, match=words):
                 Server(changed(plain, changes))
+
+
+def test_a_folder_that_someone_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cygnet.gcache.runtime.shared_memory.os.getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        Server(ServerOptions(port=0, memory_bytes=MIB, arena=tmp_path))
 
 
 def changed(options: ServerOptions, changes: dict[str, object]) -> ServerOptions:

@@ -41,6 +41,8 @@ def open_shared_memory(folder: Path, memory_bytes: int, mean_object_bytes: int) 
     shape = arena_shape(memory_bytes, mean_object_bytes)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.lstat().st_uid != os.getuid():  # anyone may make folders in /dev/shm
+            raise ConfigError(f"{folder} belongs to another user; choose another --arena")
         lock_fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(

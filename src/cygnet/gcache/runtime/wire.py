@@ -105,8 +105,8 @@ class Wire:
     def expire(self) -> None:
         """The deadline has passed: whoever waits returns at once."""
         with self._lock:
-            if self.deadline == float("inf"):
-                return
+            if self.deadline > time.monotonic():
+                return  # it was taken back, or moved for the next call
             self.expired = True
             self.deadline = float("inf")
         try:
