@@ -96,17 +96,19 @@ class Plain:
         self.flags = DIRECT if direct else 0
         self.parts = [buffer[i : i + MIB] for i in range(0, len(buffer), MIB)]
 
-    def run(self, call: Callable[[int, list[memoryview], int], int], flags: int, piece: int) -> None:
+    def run(self, call: Callable[[int, list[memoryview], int], int], flags: int, piece: int, size: int) -> None:
         fd = os.open(self.path, self.flags | flags, 0o600)
-        for i in range(PIECE // MIB):
-            assert call(fd, [self.parts[i % len(self.parts)]], piece * PIECE + i * MIB) == MIB
+        for i in range(size // MIB):
+            assert call(fd, [self.parts[i % len(self.parts)]], piece * size + i * MIB) == MIB
         os.close(fd)
 
-    def write(self, piece: int) -> None:
-        self.run(os.pwritev, os.O_WRONLY | os.O_CREAT, piece)
+    def write(self, piece: int, size: int = PIECE) -> None:
+        """Piece number `piece` of `size` bytes each, a multiple of 1 MiB."""
+        self.run(os.pwritev, os.O_WRONLY | os.O_CREAT, piece, size)
 
-    def read(self, piece: int) -> None:
-        self.run(os.preadv, os.O_RDONLY, piece)
+    def read(self, piece: int, size: int = PIECE) -> None:
+        """See `write`."""
+        self.run(os.preadv, os.O_RDONLY, piece, size)
 
 
 class Turns:

@@ -23,7 +23,7 @@ import json
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -263,9 +263,9 @@ def print_row(measured: Measured, names: list[str]) -> None:
     )
 
 
-def check(results: list[Measured]) -> int:
-    """Exit status: whether every target that this run can judge is met; says of each."""
-    targets: dict[str, float] = tomllib.loads(TARGETS.read_text())["engine"]
+def check(results: Sequence[Measured], section: str = "engine") -> int:
+    """Exit status: whether every target of a section that this run can judge is met; says of each."""
+    targets: dict[str, float] = tomllib.loads(TARGETS.read_text())[section]
     missed = 0
     for measured in results:
         target, ratio = targets.get(measured.row.name), measured.ratio
@@ -279,7 +279,7 @@ def check(results: list[Measured]) -> int:
     return 1 if missed else 0
 
 
-def report(results: list[Measured], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, object]:
+def report(results: Sequence[Measured], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, object]:
     rows = [
         {
             "row": measured.row.name,

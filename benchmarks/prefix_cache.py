@@ -1,6 +1,6 @@
 """Prefix caches at equal KV bytes: hit rates on public traces, with MiMo-V2.5-Pro's geometry and without a model.
 
-    python benchmarks/prefix_cache.py [--quick] [--traces NAME ...] [--systems TEXT ...] [--jobs N]
+    python benchmarks/prefix_cache.py [--quick] [--traces NAME ...] [--systems TEXT ...] [--part X] [--jobs N]
                                       [--json FILE] [--plot FILE.png] [--check]
 
 A hit is a prompt token that is not computed again. Requests start when the trace says so (agentic sessions: a Poisson
@@ -28,7 +28,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from multiprocessing import get_context
@@ -72,7 +72,7 @@ class Load:
     """Budgets, as parts of the whole trace's full-attention KV."""
 
 
-PARTS = (1 / 10, 1 / 5, 2 / 5, 4 / 5)
+PARTS = (1 / 10, 1 / 5, 2 / 5, 4 / 5, 8 / 5)
 LOADS = [Load(AGENTIC, 20, 65536, PARTS), Load(MOONCAKE, 2500, 8192, PARTS)]
 QUICK = [Load(AGENTIC, 6, 65536, PARTS[1:3]), Load(MOONCAKE, 1000, 8192, PARTS[1:3])]
 
@@ -294,7 +294,13 @@ def plot(results: dict[str, list[Measured]], path: Path) -> None:
 
 def report(results: dict[str, list[Measured]], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, object]:
     return {
-        "config": {"quick": options.quick, "block_size": BLOCK, "chunk": CHUNK, "geometry": GEOMETRY},
+        "config": {
+            "quick": options.quick,
+            "part": options.part,
+            "block_size": BLOCK,
+            "chunk": CHUNK,
+            "geometry": GEOMETRY,
+        },
         "environment": environment(peers=facts),
         "results": [
             {"trace": r.trace, "system": r.system, "budget_bytes": r.budget_bytes, "seconds": r.seconds, **r.facts}
@@ -309,6 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="less of the traces, without peers: under a minute")
     parser.add_argument("--traces", nargs="+", choices=(AGENTIC, MOONCAKE), default=(AGENTIC, MOONCAKE))
     parser.add_argument("--systems", nargs="+", metavar="TEXT", help="only those whose name contains one of these")
+    parser.add_argument("--part", type=float, default=1.0, metavar="X", help="replay only this part of what is usual")
     parser.add_argument("--jobs", type=int, default=usable_cpus(), help="replays at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results here (.png, .svg)")
@@ -327,7 +334,8 @@ def main() -> int:
     started, facts, verdicts = time.perf_counter(), {}, []
     workers = [] if options.quick else [w for name in PEER_NAMES if chosen(name) and (w := start_peer(name))]
     try:
-        for load_ in (one for one in (QUICK if options.quick else LOADS) if one.trace in options.traces):
+        for usual in (one for one in (QUICK if options.quick else LOADS) if one.trace in options.traces):
+            load_ = replace(usual, limit=max(1, round(usual.limit * options.part)))
             results[load_.trace] = measured = measure(load_, chosen, options.jobs, workers)
             print_table(measured)
             verdicts += judge(load_.trace, measured, targets)

@@ -270,7 +270,7 @@ async def test_api_key() -> None:
         assert (await s.complete()).status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
             async with httpx.AsyncClient(base_url=s.url, trust_env=False) as other:
-                for path in ("/v1/models", "/api/state", "/version", "/api/state/stream", "/nowhere"):
+                for path in ("/v1/models", "/api/state", "/version", "/api/state/stream", "/cache", "/nowhere"):
                     response = await other.get(path, headers=headers)
                     assert_error(response, 401, None, "invalid_api_key")
                     assert response.headers["www-authenticate"] == "Bearer"

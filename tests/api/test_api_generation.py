@@ -73,8 +73,10 @@ async def test_completion_defaults_and_cached_tokens() -> None:
         assert cached[0] == 0
         assert cached[1] == (len(TOKENIZER.encode(prompt)) - 1) // 4 * 4
         assert s.engine.requests[0].prompt_token_ids[0] == BOS
+        assert all(not u.prompt_tokens_details.model_extra for u in usages if u and u.prompt_tokens_details)
         response = await s.post("/reset_prefix_cache", None)
         assert response.status_code == 200
+        assert response.json()["dropped"]["device_blocks"] > 0
         assert s.engine.flushes == 1
         again = await s.openai.completions.create(model=MODEL, prompt=prompt)
         assert again.usage
@@ -279,3 +281,19 @@ async def test_default_max_tokens_shrink_to_the_context() -> None:
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage
         assert answer.usage.completion_tokens == 8
+
+
+@in_loop
+async def test_usage_says_from_which_tier() -> None:
+    """Where there are lower tiers. Of several answers to one prompt the one with the fewest cached tokens counts."""
+    prompt = "a quite long prompt that is asked twice and then once more"
+    cached = (len(TOKENIZER.encode(prompt)) - 1) // 4 * 4
+    async with serving(fake_engine(tiers=("device", "host", "store"))) as s:
+        for expected in ((0, 0, 0), (cached - 8, 4, 4)):
+            usage = (await s.complete(prompt=prompt, n=2)).json()["usage"]
+            details = usage["prompt_tokens_details"]
+            assert tuple(details["cached_tokens_details"].values()) == expected
+            assert list(details["cached_tokens_details"]) == ["device", "host", "store"]
+            assert details["cached_tokens"] == sum(expected)
+        streamed = events((await s.complete(prompt=prompt, stream=True, stream_options={"include_usage": True})).text)
+        assert streamed[-2]["usage"]["prompt_tokens_details"] == details

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +19,7 @@ from cygnet.api.card import ModelCard
 from cygnet.api.routes import STATIC
 from cygnet.api.server import Server, listen
 from cygnet.api.tokenization import TokenizerPool
+from cygnet.base.cache_report import CacheReport
 from cygnet.base.config import ApiSettings
 from cygnet.base.errors import ConfigError, QueueFullError
 from cygnet.base.messages import EngineStats, PoolStats
@@ -118,7 +120,7 @@ async def test_metrics_parse_and_count() -> None:
         assert samples[("vllm:inter_token_latency_seconds_count",)] == 6
         assert samples[("vllm:request_time_per_output_token_seconds_count",)] == 3
         assert samples[("vllm:num_requests_running",)] == 0
-        assert samples[("cygnet:pool_blocks", ("pool", "swa"), ("state", "free"))] == 40
+        assert samples[("cygnet:pool_blocks", ("group", "swa"), ("state", "free"), ("tier", "device"))] == 40
         assert samples[("cygnet:http_requests_total", ("route", "/v1/completions"), ("status", "400"))] == 1
         assert samples[("cygnet:http_requests_total", ("route", "other"), ("status", "404"))] == 1
         assert not any("made-up" in str(key) for key in samples)
@@ -128,13 +130,37 @@ def test_catalogue_covers_every_statistic() -> None:
     """Each field of the engine's snapshot moves some metric."""
     names = [metric.name for metric in CATALOGUE]
     assert len(names) == len(set(names))
-    baseline = Exposition(EngineStats, Recorder(RECORDED), "m").render()
     pool = PoolStats(num_blocks=10, free=3, used=4, cached=3, block_bytes=5)
+    pools = {"full", "swa", "host_full", "host_swa"}
+    baseline = Exposition(lambda: EngineStats(full=pool, swa=pool), Recorder(RECORDED), "m").render()
+    other = PoolStats(num_blocks=11, free=3, used=4, cached=4, block_bytes=5)
     for name in EngineStats.__struct_fields__:
-        changed = EngineStats(**{name: pool if name in ("full", "swa") else 7})
+        changed = EngineStats(**{"full": pool, "swa": pool, name: other if name in pools else 7})
         if name == "last_step_tokens":
             continue  # the page's business: as a metric, it is covered by count and sum of steps
         assert Exposition(lambda c=changed: c, Recorder(RECORDED), "m").render() != baseline, name  # type: ignore[misc]
+
+
+def test_hits_by_tier_add_up() -> None:
+    """And vLLM's two pairs of counters mean what they mean there: device, and what lies below it."""
+    stats = EngineStats(
+        prefix_query_tokens_total=100,
+        effective_hit_tokens_total=60,
+        host_hit_tokens_total=20,
+        store_hit_tokens_total=10,
+        host_full=PoolStats(num_blocks=10, free=10),
+    )
+    text = Exposition(lambda: stats, Recorder(RECORDED), "m").render()[0].decode()
+    samples = {
+        (sample.name, sample.labels.get("tier")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert [samples["cygnet:hit_tokens_total", tier] for tier in ("device", "host", "store")] == [30, 20, 10]
+    assert samples["vllm:prefix_cache_queries_total", None] == 100
+    assert samples["vllm:prefix_cache_hits_total", None] == 30
+    assert samples["vllm:external_prefix_cache_queries_total", None] == 70
+    assert samples["vllm:external_prefix_cache_hits_total", None] == 30
 
 
 def test_kv_usage_is_that_of_the_tighter_pool() -> None:
@@ -162,6 +188,8 @@ async def test_state_page_docs_and_files() -> None:
         text = str(described)
         for name in re.findall(r"#/components/schemas/(\w+)", text):
             assert name in described["components"]["schemas"]
+        (limit,) = described["paths"]["/cache"]["get"]["parameters"]
+        assert (limit["name"], limit["in"], limit["schema"]["maximum"]) == ("limit", "query", 1000)
         for operation in openapi.OPERATIONS:
             if operation.example is not None:
                 assert (await s.post(operation.path, operation.example)).status_code == 200
@@ -207,6 +235,56 @@ async def test_access_log_says_numbers_and_no_text(caplog: pytest.LogCaptureFixt
     assert "hello" not in everything
     assert "s3cret" not in everything
     assert "hidden" not in everything
+
+
+@in_loop
+async def test_access_log_says_from_which_tier(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    async with serving(fake_engine(tiers=("device", "host"))) as s:
+        for _ in "ab":
+            await s.complete(prompt="one two three four five six seven eight nine")
+    lines = [r.getMessage() for r in caplog.records if r.name == LOGGER]
+    assert " cached=0 device=0 host=0 store=0 completion=" in lines[0]
+    assert " cached=44 device=40 host=4 store=0 completion=" in lines[1]
+
+
+@in_loop
+async def test_cache_report() -> None:
+    async with serving(fake_engine(tiers=("device", "host"))) as s:
+        for number in range(25):
+            await s.complete(prompt=f"prompt {number} of a good many words", max_tokens=1)
+        report = msgspec.json.decode((await s.http.get("/cache")).content, type=CacheReport)
+        assert (report.num_sequences, len(report.sequences)) == (25, 20)
+        assert report.tiers == ("device", "host")
+        assert len((await s.http.get("/cache?limit=3")).json()["sequences"]) == 3
+        for query, param in (
+            ("limit=0", "limit"),
+            ("limit=1001", "limit"),
+            ("limit=few", "limit"),
+            ("lmit=3", "lmit"),
+        ):
+            response = await s.http.get(f"/cache?{query}")
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+        await s.engine.aclose()
+        assert (await s.http.get("/cache")).status_code == 503
+
+
+@in_loop
+async def test_flush_says_what_it_dropped() -> None:
+    async with serving(fake_engine(tiers=("device", "host", "store"))) as s:
+        await s.complete(prompt="one two three four five six seven eight nine")
+        dropped = (await s.post("/reset_prefix_cache", None)).json()
+        assert dropped["status"] == "ok"
+        assert dropped["dropped"]["device_blocks"] == 11
+        assert dropped["dropped"]["store"] is False
+        assert (await s.post("/reset_prefix_cache?store=true", None)).json()["dropped"]["store"] is True
+        assert (await s.post("/reset_prefix_cache?store=perhaps", None)).json()["error"]["param"] == "store"
+    async with serving() as s:
+        refused = await s.post("/reset_prefix_cache?store=true", None)
+        assert refused.status_code == 400
+        assert "--store" in refused.json()["error"]["message"]
+        assert s.engine.flushes == 0
 
 
 @in_loop

@@ -21,6 +21,10 @@ class Behaviour:
     max_model_len: int | None = 4096
     refuse_with: dict[int, tuple[int, str]] = field(default_factory=dict)
     """By request number (from 0, generation requests only): HTTP status and message."""
+    cache: Any = None
+    """What `/cache` answers."""
+    flushed: Any = None
+    """What `/reset_prefix_cache` answers."""
     cut: set[int] = field(default_factory=set)
     """Requests whose stream breaks off after the first word."""
     hold: threading.Event | None = None
@@ -84,12 +88,19 @@ class FakeOpenAI:
                 f"# TYPE python_gc_total counter\npython_gc_total {len(self.requests)}\n"
             )
             _reply(http, 200, page.encode(), "text/plain")
+        elif http.path.startswith("/cache?") and self.behaviour.cache is not None:
+            self.paths.append(http.path)
+            _json(http, 200, self.behaviour.cache)
         else:
             _error(http, 404, "not found")
 
     def post(self, http: BaseHTTPRequestHandler) -> None:
-        body = json.loads(http.rfile.read(int(http.headers["Content-Length"])))
+        body = json.loads(http.rfile.read(int(http.headers["Content-Length"])) or b"{}")
         if self._unauthorized(http):
+            return
+        if http.path.startswith("/reset_prefix_cache") and self.behaviour.flushed is not None:
+            self.paths.append(http.path)
+            _json(http, 200, self.behaviour.flushed)
             return
         if http.path == "/tokenize" and self.behaviour.tokenizes:
             _json(http, 200, {"tokens": [5000 + len(word) for word in body["prompt"].split()], "count": 0})

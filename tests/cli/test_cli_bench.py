@@ -18,17 +18,8 @@ from cygnet.cli.bench.client import Client, Result, Stream, error_text
 from cygnet.cli.bench.connection import ConnectionFailed, Connections
 from cygnet.cli.bench.stats import metrics_delta, parse_metrics, percentile, spread_ms, summarize
 from cygnet.cli.bench.traces import load_trace
-from cygnet.cli.bench.workload import (
-    FIRST_TOKEN,
-    Piece,
-    Session,
-    TokenSource,
-    Turn,
-    limited,
-    random_sessions,
-    sped_up,
-    with_poisson_arrivals,
-)
+from cygnet.cli.bench.workload import FIRST_TOKEN, TokenSource
+from cygnet.sim.sessions import Piece, Session, Turn, limited, random_sessions, sped_up, with_poisson_arrivals
 
 # --- what is asked
 
@@ -512,6 +503,19 @@ def test_a_trace_is_replayed_within_limits(invoke: Any, fake: FakeOpenAI, tmp_pa
     fake.behaviour.max_model_len = 100
     bench(invoke, fake, "--trace", str(file), "--num-prompts", "1")
     assert len(fake.requests[-1]["prompt"]) == 70
+
+
+def test_a_trace_may_be_cut_to_fewer_turns(invoke: Any, fake: FakeOpenAI, tmp_path: Path) -> None:
+    rows = [
+        {"file": "f", "i": i, "timestamp": i, "input": f"{session} {i}", "output": "four", "session_id": session}
+        for session in ("one", "two")
+        for i in range(3)
+    ]
+    file = write(tmp_path / "t.jsonl", "\n".join(map(json.dumps, rows)))
+    result = bench(invoke, fake, "--trace", str(file), "--concurrency", "2", "--turns", "2")
+    assert "Successful requests:                                   4" in result.stdout, result.output
+    prompts = sorted(request["prompt"] for request in fake.requests[-4:])
+    assert prompts == ["one 0", "one 1", "two 0", "two 1"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,19 @@ from cygnet.base.errors import InvariantError
 from cygnet.version import __version__
 
 HEAVY = ("torch", "numpy", "httpx", "fastapi", "uvicorn", "transformers", "zmq", "rich", "psutil", "asyncio")
-VERBS = (["serve"], ["chat"], ["bench", "serve"], ["config", "show"], ["doctor"], ["version"], [])
+VERBS = (
+    ["serve"],
+    ["chat"],
+    ["cache", "inspect"],
+    ["cache", "flush"],
+    ["plan"],
+    ["simulate"],
+    ["bench", "serve"],
+    ["config", "show"],
+    ["doctor"],
+    ["version"],
+    [],
+)
 GCACHE_VERBS = (["gcache"], *(["gcache", verb] for verb in ("serve", "stat", "get", "put", "bench")))
 
 
@@ -51,6 +63,7 @@ def test_version(cygnet: Any) -> None:
         (["docter"], "'doctor'"),
         (["bench", "srve"], "'serve'"),
         (["config", "shw"], "'show'"),
+        (["cache", "inspct"], "'inspect'"),
         (["serve", "--prt", "1"], "--port"),
         (["serve", "--kv-cache-memry", "1GiB"], "--kv-cache-memory"),
         (["bench", "serve", "--concurency", "1"], "--concurrency"),
@@ -71,6 +84,8 @@ def test_a_misspelt_word_names_the_nearest(invoke: Any, args: list[str], nearest
         (["serve", "--log-level", "loud"], "debug, info, warning, error"),
         (["bench", "serve", "--url", "http://127.0.0.1:9"], "cygnet serve"),
         (["chat", "--url", "http://127.0.0.1:9"], "cygnet serve"),
+        (["cache", "inspect", "--url", "http://127.0.0.1:9"], "cygnet serve"),
+        (["cache", "flush", "--url", "http://127.0.0.1:9"], "cygnet serve"),
     ],
 )
 def test_an_error_is_one_line_with_the_remedy(cygnet: Any, args: list[str], line: str) -> None:

@@ -11,6 +11,9 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from cygnet.base.cache_report import CacheReport
 from cygnet.base.engine_client import EngineClient
 from cygnet.base.errors import EngineDeadError, QueueFullError
 from cygnet.base.messages import AddRequest, RequestOutput
@@ -201,8 +204,53 @@ async def check_flush(make: MakeSubject) -> None:
 
         assert await cached() == 0
         assert 0 < await cached() < 100
-        await asyncio.wait_for(subject.client.flush_cache(), TIMEOUT_S)
+        dropped = await asyncio.wait_for(subject.client.flush_cache(), TIMEOUT_S)
+        assert dropped.device_blocks > 0
+        assert dropped.kept_blocks == 0
+        assert (await asyncio.wait_for(subject.client.flush_cache(), TIMEOUT_S)).device_blocks == 0
         assert await cached() == 0
+
+
+async def check_inspect(make: MakeSubject) -> None:
+    """`inspect_cache` tells of as many sequences as are asked for, of all pools, and nothing after a flush."""
+    async with make() as subject:
+        client = subject.client
+
+        async def inspect(limit: int) -> CacheReport:
+            return await asyncio.wait_for(client.inspect_cache(limit), TIMEOUT_S)
+
+        empty = await inspect(10)
+        assert (empty.num_sequences, empty.sequences) == (0, ())
+        assert empty.block_size == client.ready.block_size
+        assert empty.tiers == client.ready.tiers
+        assert [(pool.tier, pool.group) for pool in empty.pools][:2] == [("device", "full"), ("device", "swa")]
+        for length in (40, 60):
+            await collect(
+                client, msgspec.structs.replace(request(f"r{length}", max_tokens=1), prompt_token_ids=[length] * length)
+            )
+        both, one = await inspect(10), await inspect(1)
+        assert both.num_sequences == one.num_sequences == len(both.sequences) == 2
+        assert len(one.sequences) == 1
+        for sequence in both.sequences:
+            assert sequence.num_tokens in (40, 60)
+            assert sequence.device_tokens == sequence.num_tokens
+            assert sequence.shared_tokens == 0
+        assert len({sequence.key for sequence in both.sequences}) == 2
+        await asyncio.wait_for(client.flush_cache(), TIMEOUT_S)
+        assert (await inspect(10)).num_sequences == 0
+
+
+async def check_questions_to_a_dead_engine(make: MakeSubject) -> None:
+    """Whoever asks an engine that has died hears so."""
+    async with make() as subject:
+        subject.kill()
+        await until(lambda: not subject.client.healthy)
+        for ask in (subject.client.flush_cache, lambda: subject.client.inspect_cache(1)):
+            try:
+                await asyncio.wait_for(ask(), TIMEOUT_S)
+            except EngineDeadError:
+                continue
+            raise AssertionError("a dead engine answered")
 
 
 CHECKS = (
@@ -215,4 +263,6 @@ CHECKS = (
     check_dead_engine,
     check_drain,
     check_flush,
+    check_inspect,
+    check_questions_to_a_dead_engine,
 )

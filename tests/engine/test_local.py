@@ -1,6 +1,7 @@
 """LocalEngine's audits, and the runner's: what is checked when, and that a discrepancy is found."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from cygnet.base.config import resolve
 from cygnet.base.errors import InvariantError
 from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.base.ids import RequestId
-from cygnet.base.messages import AddRequest
+from cygnet.base.messages import AddRequest, EngineStats
 from cygnet.base.sampling import SamplingParams
 from cygnet.engine.core import EngineCore
 from cygnet.engine.request import Request
@@ -91,6 +92,38 @@ def test_an_eos_beyond_the_models_vocabulary_can_be_held_back(model: HybridModel
     engine = assemble(config, model, name="test", eos_token_ids=[3, tiny.VOCAB + 5])
     (tokens,) = engine.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=4, min_tokens=3))
     assert len(tokens) >= 3
+
+
+def test_statistics_count_what_the_store_has_moved(model: HybridModel, tmp_path: Path) -> None:
+    """Bytes and seconds are counted where the store is called, and come with the engine's own numbers."""
+    sets = (
+        "kv.block_size=4", "kv.memory=4MiB", "kv.host_cache=4MiB", f"kv.store={tmp_path / 'store'}:64MiB",
+        "kv.store_wait=wait", "kv.swa_share=0.5",
+    )  # fmt: skip
+    random = Random(5)
+    prompt = [random.randrange(tiny.VOCAB) for _ in range(90)]
+
+    def run() -> EngineStats:
+        engine = engine_for(model, *sets)
+        try:
+            engine.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
+            for _ in range(100):
+                engine.hear_store()
+                if not engine.stats().store_waiting_puts + engine.stats().store_queued_writes:
+                    break
+                engine.waker.wait(1.0)
+            return engine.stats()
+        finally:
+            engine.close()
+
+    first, second = run(), run()
+    assert first.store_stored_objects_total > 0 == first.store_fetched_objects_total
+    assert first.store_written_bytes_total >= first.store_stored_objects_total * 512
+    assert first.store_put_seconds_total > 0 == first.store_read_bytes_total
+    assert second.store_hit_tokens_total > 0
+    assert second.store_read_bytes_total >= second.store_fetched_objects_total * 512 > 0
+    assert second.store_fetch_seconds_total > 0
+    assert second.store_hung_calls == 0
 
 
 def change_token(rows: Rows, row: Row) -> None:

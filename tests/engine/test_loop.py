@@ -7,7 +7,8 @@ import msgspec
 import pytest
 import zmq
 
-from cygnet.base.messages import EngineStats, FlushCache, Shutdown, StepOutputs
+from cygnet.base.cache_report import FlushReport
+from cygnet.base.messages import CacheFlushed, EngineOutput, EngineStats, FlushCache, Shutdown, StepOutputs
 from cygnet.engine.runtime import process
 from cygnet.engine.runtime.process import EngineLoop
 
@@ -30,9 +31,9 @@ class RestingEngine:
         self.wants_rest = False
         self.rested.set()
 
-    def flush_cache(self, *, store: bool) -> int:
+    def flush_cache(self, *, store: bool) -> FlushReport:
         self.flushes += 1
-        return 0
+        return FlushReport(7, 2)
 
     def stats(self) -> EngineStats:
         return EngineStats(steps_total=7)
@@ -59,7 +60,8 @@ def test_idle_time_is_used_for_an_audit_once_it_is_quiet(
     thread.start()
     if quiet_ms == 0:
         assert engine.rested.wait(TIMEOUT_S)
-    ours.send(msgspec.msgpack.encode(FlushCache()))
+    ours.send(msgspec.msgpack.encode(FlushCache(ticket=5)))
+    assert msgspec.msgpack.decode(ours.recv(), type=EngineOutput) == CacheFlushed(5, FlushReport(7, 2))
     said = msgspec.msgpack.decode(ours.recv(), type=StepOutputs)
     assert said.stats is not None
     assert said.stats.steps_total == 7

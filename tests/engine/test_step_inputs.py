@@ -29,6 +29,7 @@ class Plain:
     tokens: list[int]
     write_full_from: int
     key_floor: int
+    exact_from: int
     full: list[int] = field(default_factory=list)
     swa: list[int] = field(default_factory=list)
     computed: int = 0
@@ -52,12 +53,14 @@ class Walk:
         self.count += 1
         tokens = [self.rnd.randrange(1000) for _ in range(self.rnd.randint(1, self.longest))]
         computed = self.rnd.randrange(len(tokens))
-        plain = Plain(tokens, self.rnd.choice([0, computed, len(tokens)]), self.rnd.choice([0, computed]))
+        floor = self.rnd.choice([0, computed])
+        plain = Plain(tokens, self.rnd.choice([0, computed, len(tokens)]), floor, floor + self.rnd.choice([0, 0, 3]))
         plain.computed = computed
         name = RequestId(f"r{self.count}")
         self.plain[name] = plain
         params = SamplingParams(temperature=0.0)
-        self.rows.add(NewRequest(name, tuple(tokens), len(tokens), params, plain.write_full_from, plain.key_floor), ())
+        floors = plain.write_full_from, plain.key_floor, plain.exact_from
+        self.rows.add(NewRequest(name, tuple(tokens), len(tokens), params, *floors), ())
 
     def go(self) -> None:
         name = self.rnd.choice(list(self.plain))
@@ -104,7 +107,7 @@ class Walk:
     def check(self, requests: Sequence[ScheduledRequest]) -> None:
         self.rows.take_blocks(requests)
         inputs = StepInputs(requests, self.rows)
-        batch, sampled = inputs.batch(self.pool, self.staging, window=WINDOW)
+        batch = inputs.batch(self.pool, self.staging, window=WINDOW)
         rows = [self.plain[r.request_id] for r in requests]
         spans = [range(r.start, r.start + r.num_tokens) for r in requests]
         pairs = list(zip(rows, spans, strict=True))
@@ -116,7 +119,11 @@ class Walk:
             starts.append(starts[-1] + len(span))
         assert batch.query_start == starts
         ends = [end - 1 for end, r in zip(starts[1:], requests, strict=True) if r.sample]
-        assert (list(range(batch.num_tokens)) if sampled is None else sampled.tolist()) == ends
+        if batch.wanted is None:
+            assert ends == list(range(batch.num_tokens))
+        else:
+            assert batch.wanted.rows.tolist() == ends
+            assert batch.wanted.requests == [index for index, r in enumerate(requests) if r.sample]
         assert [name for name, _ in inputs.sampled] == [r.request_id for r in requests if r.sample]
         zeros = [0] * len(rows)
         slots = [
@@ -130,6 +137,11 @@ class Walk:
         slots = [row.swa[p // SIZE] * SIZE + p % SIZE for row, span in pairs for p in span]
         assert batch.swa is not None
         self._check_group(batch.swa, [row.swa for row in rows], firsts, floors, slots, spans)
+
+        replays = [row.exact_from > row.key_floor for row in rows]
+        now = any(again and span.start < row.write_full_from for again, (row, span) in zip(replays, pairs, strict=True))
+        exact = [row.exact_from if again else 0 for again, row in zip(replays, rows, strict=True)]
+        assert batch.exact_from == (exact if now else None)
 
     def _check_group(
         self,

@@ -108,7 +108,7 @@ class Subject:
         request_id = RequestId(name)
         blocks = ids(range(base, base + 9))
         window = SWA.start if start else 0
-        new = NewRequest(request_id, PROMPT, len(PROMPT), GREEDY, start, 0)
+        new = NewRequest(request_id, PROMPT, len(PROMPT), GREEDY, start, 0, 0)
         scheduled = ScheduledRequest(request_id, start, len(PROMPT) - start, 0, blocks, window, blocks[window:], True)
         return self.run(new=(new,), requests=(scheduled,), **plan)[request_id]
 

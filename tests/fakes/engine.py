@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
+from cygnet.base.cache_report import CacheReport, FlushReport, PoolReport, SequenceReport
 from cygnet.base.errors import EngineDeadError, QueueFullError
 from cygnet.base.geometry import GroupGeometry, KVGeometry
 from cygnet.base.messages import AddRequest, EngineReady, EngineStats, PoolStats, PositionLogprobs, RequestOutput
@@ -49,9 +50,35 @@ class _Sequence:
         return output
 
 
+Prefix = tuple[str, tuple[int, ...]]
+"""Salt and tokens."""
+
+
+def _starts(prefix: Prefix) -> list[Prefix]:
+    """What `prefix` goes on from."""
+    salt, ids = prefix
+    return [(salt, ids[:end]) for end in range(BLOCK, len(ids), BLOCK)]
+
+
+def _describe(salt: str, ids: tuple[int, ...]) -> SequenceReport:
+    return SequenceReport(
+        key=f"{hash((salt, ids)) % 2**48:012x}",
+        prefix=f"{hash((salt, ids[:BLOCK])) % 2**48:012x}",
+        num_tokens=len(ids),
+        device_tokens=len(ids),
+        host_tokens=0,
+        store_tokens=0,
+        windows=(),
+        shared_tokens=0,
+        reuses=0,
+        num_running=0,
+        age_s=0.0,
+    )
+
+
 class FakeEngine:
     """`reply(request)` gives the tokens of an answer, after which comes `eos`. Whole blocks of earlier prompts count as
-    cached.
+    cached. With lower `tiers`, one of those blocks comes from each of them, as long as one is left for the device.
 
     Records: `requests` (everything added), `aborted` (ids), `flushes`.
     """
@@ -66,6 +93,7 @@ class FakeEngine:
         max_running: int = 64,
         max_waiting: int = 64,
         manual: bool = False,
+        tiers: tuple[str, ...] = ("device",),
     ) -> None:
         self._reply = reply
         self._eos = eos
@@ -73,7 +101,7 @@ class FakeEngine:
         self._max_waiting = max_waiting
         self._manual = manual
         self._sequences: dict[str, _Sequence] = {}
-        self._prefixes: set[tuple[str, tuple[int, ...]]] = set()
+        self._prefixes: set[Prefix] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -90,6 +118,7 @@ class FakeEngine:
             geometry=KVGeometry(GroupGeometry(2, 1, 8, 8, 2), GroupGeometry(4, 1, 8, 8, 2, window=8)),
             stats=self._stats,
             summary="a fake engine",
+            tiers=tiers,
         )
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
@@ -134,9 +163,38 @@ class FakeEngine:
                 self.aborted.append(request.request_id)
             self._remove(request.request_id)
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, *, store: bool = False) -> FlushReport:
+        if not self._alive:
+            raise EngineDeadError("the engine is not running")
         self.flushes += 1
+        dropped = len(self._prefixes)
         self._prefixes.clear()
+        return FlushReport(dropped, 0, store=store and "store" in self._ready.tiers)
+
+    async def inspect_cache(self, limit: int) -> CacheReport:
+        if not self._alive:
+            raise EngineDeadError("the engine is not running")
+        ends = [p for p in self._prefixes if not any(p in _starts(other) for other in self._prefixes)]
+        pools = [("full", self._stats.full), ("swa", self._stats.swa)]
+        return CacheReport(
+            block_size=BLOCK,
+            window=self._ready.geometry.window,
+            tiers=self._ready.tiers,
+            pools=tuple(
+                PoolReport(
+                    tier="device",
+                    group=group,
+                    num_blocks=pool.num_blocks,
+                    used=pool.used,
+                    cached=pool.cached,
+                    free=pool.free,
+                    block_bytes=pool.block_bytes,
+                )
+                for group, pool in pools
+            ),
+            num_sequences=len(ends),
+            sequences=tuple(_describe(salt, ids) for salt, ids in ends[:limit]),
+        )
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         self._alive = False
@@ -177,6 +235,9 @@ class FakeEngine:
     async def wait_idle(self) -> None:
         """Return when no sequence is in flight."""
         await asyncio.wait_for(self._idle.wait(), 10)
+
+    def _has(self, tier: str) -> bool:
+        return tier in self._ready.tiers
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -254,5 +315,7 @@ class FakeEngine:
                 finish_reason=reason,
                 stop_token_id=token if reason == "stop" else None,
                 num_cached_tokens=sequence.cached,
+                num_host_tokens=BLOCK if self._has("host") and sequence.cached > BLOCK else 0,
+                num_store_tokens=BLOCK if self._has("store") and sequence.cached > 2 * BLOCK else 0,
             )
         )

@@ -301,7 +301,7 @@ class Shadow:
         self.check()
 
     def flush(self) -> None:
-        freed = self.manager.flush()
+        freed = self.manager.flush().device_blocks
         before = len(self.published)
         self.retained.clear()
         self.collect_freed(may_evict=(True, True))

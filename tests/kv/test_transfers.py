@@ -305,6 +305,24 @@ def test_a_link_imitated_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None
     subject.engine.close()
 
 
+def test_all_before_computing_when_asked_for() -> None:
+    """Without layer-wise loads `begin` comes back when the last load is done; with them, when none is."""
+    step = StepTransfers(loads=Copies(pairs((1, 2)), pairs((3, 4))))
+    subject = Subject(SlowMover)
+    mover = subject.mover
+    assert isinstance(mover, SlowMover)
+    for layer_wise in (False, True):
+        mover.told.clear()
+        subject.engine.imitate(layer_wise=layer_wise)
+        mover.let(0 if layer_wise else len(LAYERS))
+        gate = subject.engine.begin(step)
+        assert len(mover.told) == (0 if layer_wise else len(LAYERS))
+        mover.let(len(LAYERS) if layer_wise else 0)
+        gate.wait_all()
+        gate.join()
+    subject.engine.close()
+
+
 def test_little_is_copied_without_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject()
     subject.run(StepTransfers(saves=Copies(pairs((1, 2)))))

@@ -7,14 +7,14 @@ so that a read of anything but the live keys shows in the logits.
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV, Wanted
 from cygnet.model.decoder import HybridModel
 from cygnet.model.description import GroupName
 
@@ -75,6 +75,8 @@ class Request:
     swa_floor: int = 0
     authoritative: int = 0
     """Positions below it have full KV that must not be written again."""
+    exact_from: int = 0
+    """Of a replay that leaves out what its end does not need: from where on SWA KV must be right."""
 
 
 class Harness:
@@ -93,12 +95,17 @@ class Harness:
         with torch.inference_mode():
             return self.model.logits(hidden).clone()
 
-    def step_hidden(self, work: Sequence[tuple[Request, int]]) -> Tensor:
-        """As `step`, but the hidden states [all tokens, hidden_size]."""
+    def step_hidden(self, work: Sequence[tuple[Request, int]], wanted: Sequence[int] | None = None) -> Tensor:
+        """As `step`, but the hidden states [all tokens, hidden_size], or [n, hidden_size] of the last tokens of those
+        of `work` that are `wanted`."""
         for sequence, count in work:
             self._allocate(sequence, sequence.computed + count)
+        batch = self._batch(work)
+        if wanted is not None:
+            rows = torch.tensor([batch.query_start[i + 1] - 1 for i in wanted], dtype=torch.int64)
+            batch = replace(batch, wanted=Wanted(list(wanted), rows))
         with torch.inference_mode():
-            hidden = self.model(self._batch(work))
+            hidden = self.model(batch)
         for sequence, count in work:
             sequence.computed += count
             self.drop_out_of_window(sequence)
@@ -142,9 +149,10 @@ class Harness:
         for index in list(sequence.swa):
             self.swa.release(sequence.swa.pop(index))
 
-    def rewind(self, sequence: Request, start: int) -> None:
+    def rewind(self, sequence: Request, start: int, exact_from: int = 0) -> None:
         """Replay from `start`: full KV before the present end stays and is authoritative."""
         sequence.authoritative, sequence.computed, sequence.swa_floor = sequence.computed, start, start
+        sequence.exact_from = exact_from
 
     def _allocate(self, sequence: Request, seq_len: int) -> None:
         for index in range(-(-seq_len // self.block_size)):
@@ -181,6 +189,9 @@ class Harness:
                 [max(s.swa_floor, 0) for s, _ in work],
                 [0] * len(work),
             ),
+            exact_from=[s.exact_from for s, _ in work]
+            if any(s.exact_from and s.computed < s.authoritative for s, _ in work)
+            else None,
         )
 
     def _group(

@@ -1,6 +1,6 @@
 """Every backend against the spelled-out reference, over generated batches with poisoned dead slots."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cygnet.base.errors import ConfigError
 from cygnet.model.attention import ATTENTION_BACKENDS, numba_cpu, select_backend, step_plan, torch_cpu
 from cygnet.model.attention.step_plan import plan_step
-from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
+from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV, Wanted
 from cygnet.model.cpu.kernels import numba_works
 from cygnet.model.description import AttentionSpec, RopeSpec
 
@@ -94,7 +94,10 @@ def build(case: Case, dtype: torch.dtype) -> tuple[ForwardBatch, GroupBatch, Lay
     return batch, group, layer
 
 
-def run(backend_name: str, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, LayerKV]:
+def run(
+    backend_name: str, case: Case, dtype: torch.dtype, wanted: list[int] | None = None
+) -> tuple[torch.Tensor, LayerKV]:
+    """With `wanted`, only the last token of those requests asks."""
     batch, group, layer = build(case, dtype)
     generator = torch.Generator().manual_seed(case.seed + 1)
     spec, n = case.spec, batch.num_tokens
@@ -106,6 +109,9 @@ def run(backend_name: str, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor
     value = random(n, spec.num_kv_heads, spec.value_dim)
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
     backend = select_backend(backend_name, torch.device("cpu"))
+    if wanted is not None:
+        rows = torch.tensor([batch.query_start[r + 1] - 1 for r in wanted], dtype=torch.int64)
+        batch, query = replace(batch, wanted=Wanted(wanted, rows)).queries_wanted(), query[rows]
     out = backend.attend(spec, query, key, value, sinks, backend.plan(spec, batch, group), layer)
     return out, layer
 
@@ -135,6 +141,20 @@ def test_backend_equals_the_reference(backend: str, tiles: str, case: Case) -> N
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(got_kv.key, want_kv.key, atol=0, rtol=0, equal_nan=True)
     torch.testing.assert_close(got_kv.value, want_kv.value, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@settings(deadline=None, max_examples=40)
+@given(case=cases(), data=st.data())
+def test_fewer_queries_than_slots(backend: str, case: Case, data: st.DataObject) -> None:
+    """Last tokens alone get what they get among all, and the KV of all is written."""
+    every, every_kv = run("reference", case, torch.float32)
+    wanted = sorted(data.draw(st.sets(st.integers(0, len(case.requests) - 1))))
+    got, kv = run(backend, case, torch.float32, wanted)
+    last = [sum(now for _, now, _, _ in case.requests[: r + 1]) - 1 for r in wanted]
+    torch.testing.assert_close(got, every[last], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(kv.key, every_kv.key, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(kv.value, every_kv.value, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

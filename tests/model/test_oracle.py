@@ -97,6 +97,23 @@ def test_steps_that_mix_prefills_and_decodes(tiny_model: TinyModel, family: str)
         assert_close(torch.cat(rows), oracle_logits(model, request.tokens))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["reference", "torch", "numba"])
+def test_only_wanted_rows(tiny_model: TinyModel, family: str, backend: str) -> None:
+    """Steps that ask for all, some, or none of their requests' last rows give those, and leave all KV behind."""
+    model = tiny_model(family)
+    harness = Harness(model.build(backend=backend), block_size=5)
+    requests = [Request(random_tokens(n, seed=n)) for n in (40, 33, 50)]
+    want = [oracle_logits(model, request.tokens) for request in requests]
+    steps = [((17, 1, 9), []), ((1, 9, 20), [0, 2]), ((20, 1, 1), [1]), ((2, 22, 20), [0, 1, 2])]
+    for counts, wanted in steps:
+        hidden = harness.step_hidden(list(zip(requests, counts, strict=True)), wanted)
+        assert len(hidden) == len(wanted)
+        for row, index in zip(hidden, wanted, strict=True):
+            with torch.inference_mode():
+                assert_close(harness.model.logits(row[None])[0], want[index][requests[index].computed - 1])
+
+
 def test_freed_swa_blocks_are_reused(tiny_model: TinyModel) -> None:
     """A prompt many times the SWA pool is served, since blocks behind the window come back."""
     harness = Harness(tiny_model("gemma3").build(), block_size=4, num_blocks=100)

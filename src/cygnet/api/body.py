@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ READ_TIMEOUT_S = 60.0
 """Longest pause within a body."""
 
 _WHERE = re.compile(r" - at (?:`(?P<what>key)` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]+)`")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
 
 
@@ -57,6 +59,18 @@ def parse(body: bytes, schema: type[R]) -> tuple[R, list[str]]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
     return request, check_extra(fields, schema.__struct_fields__)
+
+
+def parse_query(params: Mapping[str, str], schema: type[R]) -> R:
+    """The fields of `schema` in a query string. Raises `InvalidRequestError`."""
+    try:
+        return msgspec.convert(dict(params), schema, strict=False)
+    except msgspec.ValidationError as error:
+        if unknown := _UNKNOWN.search(str(error)):
+            known = ", ".join(schema.__struct_fields__)
+            name = unknown["name"]
+            raise InvalidRequestError(f"no query parameter {name!r} here, only {known}", param=name) from None
+        raise _explain(str(error)) from None
 
 
 def _explain(message: str) -> InvalidRequestError:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from cygnet.api.body import read_body
@@ -13,7 +14,7 @@ from cygnet.api.generation import Job, Tally
 from cygnet.api.lifecycle import run_watched
 from cygnet.api.output import Delta, TokenLogprobs
 from cygnet.api.record import record_of
-from cygnet.api.responses import PromptTokensDetails, Usage
+from cygnet.api.responses import CachedTokensDetails, PromptTokensDetails, Usage
 from cygnet.api.service import Service
 from cygnet.api.sse import EventStream, send_error, send_json
 from cygnet.base.errors import CygnetError, EngineDeadError
@@ -109,7 +110,9 @@ class GenerationEndpoint:
             else:
                 await self._answer(prepared, tally, send, arrival)
         finally:
-            record_of(scope).count(tally.prompt_tokens, tally.cached_tokens, tally.completion_tokens)
+            record = record_of(scope)
+            record.prompt_tokens, record.completion_tokens = tally.prompt_tokens, tally.completion_tokens
+            record.cached = _cached(tally, self._service)
 
     async def _answer(self, prepared: Prepared, tally: Tally, send: Send, arrival: int) -> None:
         choices = [Choice() for _ in range(len(prepared.job.prompts) * prepared.job.n)]
@@ -118,7 +121,7 @@ class GenerationEndpoint:
             choices[index].add(delta)
 
         await self._service.generator.run(tally, collect, arrival=arrival)
-        await send_json(send, prepared.renderer.whole(choices, _usage(tally)), headers=prepared.headers)
+        await send_json(send, prepared.renderer.whole(choices, self._usage(tally)), headers=prepared.headers)
 
     async def _stream(self, prepared: Prepared, tally: Tally, stream: EventStream, arrival: int) -> None:
         opened: set[int] = set()
@@ -133,10 +136,15 @@ class GenerationEndpoint:
 
         await self._service.generator.run(tally, emit, arrival=arrival)
         if prepared.include_usage:
-            await stream.event(prepared.renderer.usage_chunk(_usage(tally)))
+            await stream.event(prepared.renderer.usage_chunk(self._usage(tally)))
         await stream.done()
 
+    def _usage(self, tally: Tally) -> Usage:
+        total = tally.prompt_tokens + tally.completion_tokens
+        return Usage(tally.prompt_tokens, tally.completion_tokens, total, _cached(tally, self._service))
 
-def _usage(tally: Tally) -> Usage:
-    total = tally.prompt_tokens + tally.completion_tokens
-    return Usage(tally.prompt_tokens, tally.completion_tokens, total, PromptTokensDetails(tally.cached_tokens))
+
+def _cached(tally: Tally, service: Service) -> PromptTokensDetails:
+    total, host, store = tally.cached
+    details = CachedTokensDetails(total - host - store, host, store) if service.has_lower_tiers else UNSET
+    return PromptTokensDetails(total, details)

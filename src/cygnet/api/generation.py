@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -62,13 +63,21 @@ def _wrap(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+class CachedTokens(NamedTuple):
+    """Tokens of one prompt that were cached, and how many of them came from host and store."""
+
+    total: int
+    host: int
+    store: int
+
+
 @dataclass
 class Tally:
     """Token counts of one job, growing while it runs."""
 
     job: Job
     completion_tokens: int = 0
-    _cached: dict[int, int] = field(default_factory=dict)
+    _cached: dict[int, CachedTokens] = field(default_factory=dict)
 
     @property
     def prompt_tokens(self) -> int:
@@ -76,16 +85,18 @@ class Tally:
         return sum(map(len, self.job.prompts))
 
     @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were in the cache. Of the answers to one prompt the smallest number counts: the others
+    def cached(self) -> CachedTokens:
+        """Prompt tokens that were in the cache. Of the answers to one prompt the one with the fewest counts: the others
         also found what their siblings had just computed."""
-        return sum(self._cached.values())
+        counted = self._cached.values()
+        return CachedTokens(sum(c.total for c in counted), sum(c.host for c in counted), sum(c.store for c in counted))
 
     def add(self, index: int, output: RequestOutput, delta: Delta) -> None:
         """Count one output of choice `index`."""
         self.completion_tokens += delta.num_tokens
         prompt = index // self.job.n
-        self._cached[prompt] = min(self._cached.get(prompt, output.num_cached_tokens), output.num_cached_tokens)
+        cached = CachedTokens(output.num_cached_tokens, output.num_host_tokens, output.num_store_tokens)
+        self._cached[prompt] = min(self._cached.get(prompt, cached), cached)
 
 
 class _Timing:

@@ -10,11 +10,20 @@ from cygnet.api.responses import (
     ChatCompletion,
     Completion,
     DetokenizeResponse,
+    FlushResponse,
     ModelList,
     ModelObject,
     TokenizeResponse,
 )
-from cygnet.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cygnet.api.schemas import (
+    CacheQuery,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    FlushQuery,
+    TokenizeRequest,
+)
+from cygnet.base.cache_report import CacheReport
 from cygnet.version import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -31,6 +40,8 @@ class Operation:
     response: type | None = None
     media: str = "application/json"
     example: Any = None
+    query: type | None = None
+    """Schema type whose fields are the query parameters."""
 
 
 OPERATIONS = (
@@ -71,7 +82,20 @@ OPERATIONS = (
     Operation("get", "/health", "200 while requests are served; 503 when the engine is dead or the server drains."),
     Operation("get", "/metrics", "Prometheus metrics.", media="text/plain"),
     Operation("get", "/version", "The server's version."),
-    Operation("post", "/reset_prefix_cache", "Drop every cached block that no running request holds."),
+    Operation(
+        "get",
+        "/cache",
+        "What is cached where: pools and sequences, by the beginnings of their keys.",
+        response=CacheReport,
+        query=CacheQuery,
+    ),
+    Operation(
+        "post",
+        "/reset_prefix_cache",
+        "Drop every cached block of device and host memory that no running request holds.",
+        response=FlushResponse,
+        query=FlushQuery,
+    ),
     Operation("get", "/api/state", "Model, pools and counters, as the page shows them."),
     Operation("get", "/api/state/stream", "The same twice a second.", media="text/event-stream"),
 )
@@ -119,6 +143,10 @@ def _operation(op: Operation) -> dict[str, Any]:
     }
     if "{model}" in op.path:
         described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if op.query is not None:
+        _, components = msgspec.json.schema_components([op.query])
+        fields = components[op.query.__name__]["properties"]
+        described["parameters"] = [{"name": name, "in": "query", "schema": field} for name, field in fields.items()]
     if op.request is not None:
         body: dict[str, Any] = {"schema": {"$ref": _REF.format(name=op.request.__name__)}}
         if op.example is not None:

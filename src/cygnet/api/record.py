@@ -1,9 +1,11 @@
 """What one HTTP request leaves behind: a log line and a count, never its text."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Scope
+
+from cygnet.api.responses import PromptTokensDetails
 
 log = logging.getLogger("cygnet.api.access")
 
@@ -22,14 +24,10 @@ class Record:
     route: str = "other"
     """The route's pattern, never a path that a client made up: metric labels must stay few."""
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached: PromptTokensDetails = field(default_factory=lambda: PromptTokensDetails(0))
     completion_tokens: int = 0
     disconnected: bool = False
     failure: str = ""
-
-    def count(self, prompt: int, cached: int, completion: int) -> None:
-        """Note the tokens of a generation."""
-        self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt, cached, completion
 
     @property
     def final_status(self) -> int:
@@ -40,11 +38,10 @@ class Record:
         """The log line."""
         parts = [self.method, self.path, str(self.final_status), f"{(now_ns - self.started_ns) / 1e6:.1f}ms"]
         if self.prompt_tokens:
-            parts += [
-                f"prompt={self.prompt_tokens}",
-                f"cached={self.cached_tokens}",
-                f"completion={self.completion_tokens}",
-            ]
+            parts += [f"prompt={self.prompt_tokens}", f"cached={self.cached.cached_tokens}"]
+            if tiers := self.cached.cached_tokens_details:
+                parts += [f"device={tiers.device}", f"host={tiers.host}", f"store={tiers.store}"]
+            parts.append(f"completion={self.completion_tokens}")
         if self.failure:
             parts.append(f"error={self.failure}")
         return " ".join([*parts, f"id={self.request_id}"])

@@ -3,11 +3,23 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cygnet.base.cache_report import FlushReport
+
+
+class CachedTokensDetails(msgspec.Struct):
+    """Where the cached tokens were found (not an OpenAI field)."""
+
+    device: int
+    host: int
+    store: int
+
 
 class PromptTokensDetails(msgspec.Struct):
-    """`cached_tokens`: prompt tokens reused from the prefix cache."""
+    """`cached_tokens`: prompt tokens reused from the prefix cache, of all tiers; `cached_tokens_details`: from which
+    ones, where there are tiers below the device."""
 
     cached_tokens: int
+    cached_tokens_details: CachedTokensDetails | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -148,6 +160,13 @@ class ModelList(msgspec.Struct):
 
     data: list[ModelObject]
     object: str = "list"
+
+
+class FlushResponse(msgspec.Struct):
+    """The cache has been flushed."""
+
+    dropped: FlushReport
+    status: str = "ok"
 
 
 class TokenizeResponse(msgspec.Struct):

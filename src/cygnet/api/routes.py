@@ -1,25 +1,28 @@
 """The small endpoints: models, tokenize, health, metrics, cache reset, version, page and docs."""
 
 import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from cygnet.api.body import parse, read_body
+from cygnet.api.body import parse, parse_query, read_body
 from cygnet.api.chat import encode_chat
 from cygnet.api.params import check_ids, check_model
-from cygnet.api.responses import DetokenizeResponse, ModelList, ModelObject, TokenizeResponse
-from cygnet.api.schemas import DetokenizeRequest, TokenizeRequest
+from cygnet.api.responses import DetokenizeResponse, FlushResponse, ModelList, ModelObject, TokenizeResponse
+from cygnet.api.schemas import CacheQuery, DetokenizeRequest, FlushQuery, TokenizeRequest
 from cygnet.api.service import Service
 from cygnet.api.state import snapshot
 from cygnet.base.errors import EngineDeadError, InvalidRequestError
 from cygnet.version import __version__
 
 STATIC = Path(__file__).parent / "static"
-FLUSH_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
 
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -32,6 +35,15 @@ PAGE_HEADERS = {
 def json_response(body: Any, status: int = 200) -> Response:
     """`body` (anything msgspec encodes) as a response."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def _answered(answer: Awaitable[T]) -> T:
+    """The engine's answer, which comes between two steps. `EngineDeadError` where it takes too long."""
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await answer
+    except TimeoutError:
+        raise EngineDeadError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s") from None
 
 
 class Routes:
@@ -106,14 +118,17 @@ class Routes:
         body, content_type = self._service.exposition.render()
         return Response(body, headers={"content-type": content_type})
 
+    async def cache(self, request: Request) -> Response:
+        """What is cached where."""
+        asked = parse_query(request.query_params, CacheQuery)
+        return json_response(await _answered(self._service.engine.inspect_cache(asked.limit)))
+
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Drop every cached block that no running request holds."""
-        try:
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                await self._service.engine.flush_cache()
-        except TimeoutError:
-            raise EngineDeadError(f"the engine did not answer within {FLUSH_TIMEOUT_S:g} s") from None
-        return json_response({"status": "ok"})
+        store = parse_query(request.query_params, FlushQuery).store
+        if store and "store" not in self._service.engine.ready.tiers:
+            raise InvalidRequestError("this server has no store (serve with --store); leave store out", param="store")
+        return json_response(FlushResponse(await _answered(self._service.engine.flush_cache(store=store))))
 
     async def version(self, request: Request) -> Response:
         """The server's version."""

@@ -97,6 +97,18 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: Annotated[bool | None, Doc(description="Also return each token's text.")] = None
 
 
+class CacheQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to tell of the cache."""
+
+    limit: Annotated[int, Doc(description="Most sequences to describe.", ge=1, le=1000)] = 20
+
+
+class FlushQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to drop besides device and host memory."""
+
+    store: Annotated[bool, Doc(description="All that the store has of this model.")] = False
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Token ids to text."""
 

@@ -35,6 +35,11 @@ class Service:
         self.limits = Limits(ready.max_model_len, ready.vocab_size, min(MAX_SEQUENCES, ready.max_requests))
 
     @property
+    def has_lower_tiers(self) -> bool:
+        """Whether KV is cached anywhere but on the device."""
+        return len(self.engine.ready.tiers) > 1
+
+    @property
     def healthy(self) -> bool:
         """Whether new requests can be served."""
         return self.engine.healthy and not self.lifecycle.draining.is_set()

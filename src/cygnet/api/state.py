@@ -22,6 +22,7 @@ def snapshot(service: Service) -> dict[str, Any]:
     ready = service.engine.ready
     geometry = ready.geometry
     cache = {
+        "tiers": ready.tiers,
         "block_size": ready.block_size,
         "window": geometry.window,
         "rebuild_tokens": geometry.rebuild_tokens,

@@ -62,7 +62,11 @@ class KVSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per block")] = 16
     swa_share: Annotated[
         float,
-        Meta(ge=0.0, lt=1.0, description="part of the budget that the SWA pool gets; 0: from session_tokens"),
+        Meta(
+            ge=0.0,
+            lt=1.0,
+            description="the SWA pool's part of what one step leaves of the budget; 0: from session_tokens",
+        ),
     ] = 0.0
     session_tokens: Annotated[
         int, Meta(ge=1, description="typical length of a cached session, from which the SWA pool's share is derived")

@@ -4,6 +4,7 @@ apart) and by the tests' fake; both pass the same contract test (`tests/contract
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from cygnet.base.cache_report import CacheReport, FlushReport
 from cygnet.base.messages import AddRequest, EngineReady, EngineStats, RequestOutput
 
 
@@ -34,8 +35,12 @@ class EngineClient(Protocol):
         Raises `EngineDeadError` when the engine is or goes away, `QueueFullError` beyond the bound on waiting requests.
         """
 
-    async def flush_cache(self) -> None:
-        """Drop all cached blocks that no running request holds."""
+    async def flush_cache(self, *, store: bool = False) -> FlushReport:
+        """Drop all cached blocks of device and host that no running request holds, and with `store` what the store has
+        of this model; what that was. Raises `EngineDeadError` when the engine is or goes away."""
+
+    async def inspect_cache(self, limit: int) -> CacheReport:
+        """What is cached where, with the `limit` sequences used last. Raises as `flush_cache`."""
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         """Stop the engine, after waiting up to `drain_s` seconds for sequences in flight. Idempotent."""

@@ -1,12 +1,13 @@
 """What the API process and the engine process say to each other (msgpack by msgspec; never pickle).
 
-API → engine:  AddRequest, AbortRequests, FlushCache, Shutdown
+API → engine:  AddRequest, AbortRequests, FlushCache, InspectCache, Shutdown
 engine → API:  EngineProgress while loading, EngineReady once, then StepOutputs after every step that has something to
-               say, EngineFailed at a fatal end
+               say, CacheFlushed and CacheInspected as answers, EngineFailed at a fatal end
 """
 
 import msgspec
 
+from cygnet.base.cache_report import CacheReport, FlushReport
 from cygnet.base.config import Config
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.sampling import SamplingParams
@@ -37,6 +38,16 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush", array_like=True):
 
     store: bool = False
     """And all that the store has of this model."""
+    ticket: int = 0
+    """Comes back with the answer, a `CacheFlushed`."""
+
+
+class InspectCache(msgspec.Struct, frozen=True, tag="inspect", array_like=True):
+    """Ask what is cached where; answered between two steps by a `CacheInspected`."""
+
+    limit: int
+    """Most sequences to describe."""
+    ticket: int = 0
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
@@ -45,7 +56,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     drain: bool = False
 
 
-EngineInput = AddRequest | AbortRequests | FlushCache | Shutdown
+EngineInput = AddRequest | AbortRequests | FlushCache | InspectCache | Shutdown
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -126,12 +137,71 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     last_step_tokens: int = 0
     last_step_ms: float = 0.0
 
+    # The tiers below the device; all 0 without them.
+    host_full: PoolStats = PoolStats()
+    host_swa: PoolStats = PoolStats()
+    host_tree_blocks: int = 0
+    host_tree_windows: int = 0
+    host_hit_tokens_total: int = 0
+    """Those of `effective_hit_tokens_total` that were loaded from host memory."""
+    store_hit_tokens_total: int = 0
+    """Those that were fetched from the store."""
+    loaded_full_blocks_total: int = 0
+    """Blocks copied from host to device."""
+    loaded_swa_blocks_total: int = 0
+    saved_full_blocks_total: int = 0
+    """Blocks copied from device to host."""
+    saved_swa_blocks_total: int = 0
+    refused_blocks_total: int = 0
+    """Blocks of either group that were not copied to the host, as there was no room."""
+    evicted_host_full_blocks_total: int = 0
+    evicted_host_windows_total: int = 0
+    store_lookups_total: int = 0
+    store_timeouts_total: int = 0
+    """Requests that stopped waiting for the store because their time was over."""
+    store_found_objects_total: int = 0
+    store_fetched_objects_total: int = 0
+    store_lost_objects_total: int = 0
+    """Objects asked for that came late, torn or not at all."""
+    store_stored_objects_total: int = 0
+    store_failed_objects_total: int = 0
+    """Objects that the store did not take."""
+    store_dropped_writes_total: int = 0
+    """Paths and windows that were never put, as too many were waiting."""
+    store_waiting_fetches: int = 0
+    """Objects on their way from the store now."""
+    store_waiting_puts: int = 0
+    """Objects on their way to the store now."""
+    store_queued_writes: int = 0
+    """Paths and windows whose turn to be put has not come."""
+    store_read_bytes_total: int = 0
+    store_written_bytes_total: int = 0
+    store_fetch_seconds_total: float = 0.0
+    """Time in which objects were being fetched."""
+    store_put_seconds_total: float = 0.0
+    store_hung_calls: int = 0
+    """Calls into the store that have been given up and have not returned."""
+
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     """What one engine step produced; `stats` comes along a few times per second."""
 
     outputs: list[RequestOutput]
     stats: EngineStats | None = None
+
+
+class CacheFlushed(msgspec.Struct, frozen=True, tag="flushed", array_like=True):
+    """Answer to a `FlushCache`."""
+
+    ticket: int
+    dropped: FlushReport
+
+
+class CacheInspected(msgspec.Struct, frozen=True, tag="inspected", array_like=True):
+    """Answer to an `InspectCache`."""
+
+    ticket: int
+    report: CacheReport
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_only=True):
@@ -145,7 +215,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_
     geometry: KVGeometry
     stats: EngineStats
     summary: str
-    """One or two lines for people: model, dtype, pools."""
+    """A few lines for people: model, dtype, pools, lower tiers."""
+    tiers: tuple[str, ...] = ("device",)
+    """Where KV is cached: `device`, then maybe `host`, then maybe `store`."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, kw_only=True):
@@ -162,7 +234,7 @@ class EngineProgress(msgspec.Struct, frozen=True, tag="progress", array_like=Tru
     total: int
 
 
-EngineOutput = StepOutputs | EngineReady | EngineFailed | EngineProgress
+EngineOutput = StepOutputs | CacheFlushed | CacheInspected | EngineReady | EngineFailed | EngineProgress
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

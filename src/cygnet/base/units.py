@@ -28,6 +28,7 @@ def format_bytes(num_bytes: int) -> str:
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+            # `.3g` alone would write 1000 as 1e+03
+            return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"

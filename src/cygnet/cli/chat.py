@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cygnet.cli.options import Sets
+from cygnet.cli.options import DEFAULT_URL, ApiKey, ServerUrl, Sets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,9 +17,7 @@ HELP = "/reset forgets the conversation, /system TEXT sets the system message, /
 
 
 def chat(
-    url: Annotated[
-        str, typer.Option(metavar="URL", show_default=False, help="a running server [http://127.0.0.1:8000]")
-    ] = "http://127.0.0.1:8000",
+    url: ServerUrl = DEFAULT_URL,
     model: Annotated[
         str, typer.Option(metavar="MODEL", show_default=False, help="start a server with this model, stop it after")
     ] = "",
@@ -28,9 +26,7 @@ def chat(
     completion: Annotated[bool, typer.Option("--completion", help="continue text instead of chatting")] = False,
     max_tokens: Annotated[int, typer.Option(metavar="N", show_default=False, help="longest answer [512]")] = 512,
     temperature: Annotated[float | None, typer.Option(metavar="T", help="sampling temperature [the server's]")] = None,
-    api_key: Annotated[
-        str, typer.Option(metavar="KEY", envvar="CYGNET_API_KEY", show_envvar=False, help="or CYGNET_API_KEY")
-    ] = "",
+    api_key: ApiKey = "",
 ) -> None:
     """Talk to a model in the terminal.
 

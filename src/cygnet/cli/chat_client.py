@@ -66,7 +66,7 @@ class ChatClient:
                 "cygnet chat --model smollm2-135m-instruct"
             ) from None
         if response.status_code != 200:
-            raise _refusal(response.status_code, response.content)
+            raise refusal(response.status_code, response.content)
         try:
             card = response.json()["data"][0]
             self.model = str(card["id"])
@@ -92,7 +92,7 @@ class ChatClient:
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
-                    raise _refusal(response.status_code, response.read())
+                    raise refusal(response.status_code, response.read())
                 for line in response.iter_lines():
                     if not line.startswith("data:") or line.endswith("[DONE]"):
                         continue
@@ -123,7 +123,8 @@ def _take(data: str, turn: Turn) -> str:
     return ""
 
 
-def _refusal(status: int, body: bytes) -> ServerError:
+def refusal(status: int, body: bytes) -> ServerError:
+    """The server's own words for a response that is not a success."""
     try:
         error = msgspec.json.decode(body)["error"]
         message, code = str(error["message"]), error.get("code")

@@ -7,11 +7,14 @@ from typing import Annotated
 import typer
 
 from cygnet.cli.bench.command import bench_app
+from cygnet.cli.cache import cache_app
 from cygnet.cli.chat import chat
 from cygnet.cli.config import config_app
 from cygnet.cli.doctor import doctor
 from cygnet.cli.gcache import gcache_app
+from cygnet.cli.plan import plan
 from cygnet.cli.serve import serve
+from cygnet.cli.simulate import simulate
 from cygnet.version import __version__
 
 app = typer.Typer(
@@ -47,6 +50,9 @@ def root(
 
 app.command()(serve)
 app.command()(chat)
+app.add_typer(cache_app, name="cache")
+app.command()(plan)
+app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(gcache_app, name="gcache")

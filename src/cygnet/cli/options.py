@@ -19,6 +19,14 @@ LogLevel = Annotated[
     str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error [info]")
 ]
 
+ServerUrl = Annotated[
+    str, typer.Option("--url", metavar="URL", show_default=False, help="a running server [http://127.0.0.1:8000]")
+]
+ApiKey = Annotated[
+    str, typer.Option(metavar="KEY", envvar="CYGNET_API_KEY", show_envvar=False, help="or CYGNET_API_KEY")
+]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
 
 def resolve_config(
     file: Path | None, sets: Sequence[str] | None, options: Mapping[str, Any] | None = None

@@ -3,13 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cygnet.base.cache_report import CacheReport, FlushReport
 from cygnet.base.errors import ContextLengthError, InvalidRequestError, InvariantError, QueueFullError, RequestError
 from cygnet.base.ids import RequestId
 from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
 from cygnet.engine.plan import SampledToken, StepPlan, StepResult
 from cygnet.engine.request import Request
 from cygnet.engine.scheduler import Scheduler, SchedulerPolicy
+from cygnet.engine.tier_stats import with_lower_tiers
 from cygnet.kv.hashing import root_key
+from cygnet.kv.inspect import inspect_cache
 from cygnet.kv.manager import KVManager
 from cygnet.kv.request_kv import RequestKV
 from cygnet.kv.transfers import StoreCommand, StoreResult
@@ -155,10 +158,14 @@ class EngineCore:
             if (request := self._requests.get(RequestId(request_id))) is not None
         ]
 
-    def flush_cache(self, *, store: bool = False) -> int:
+    def flush_cache(self, *, store: bool = False) -> FlushReport:
         """Drop all cached blocks of device and host that no running request holds, and with `store` what the store has
-        of this model; the number of full blocks freed on the device."""
+        of this model."""
         return self.kv.flush(store=store)
+
+    def inspect_cache(self, limit: int, now_ns: int) -> CacheReport:
+        """What is cached where, with the `limit` sequences used last; at any time. See `cygnet.kv.inspect`."""
+        return inspect_cache(self.kv, limit, now_ns)
 
     # ------------------------------------------------------------------- steps
 
@@ -251,7 +258,7 @@ class EngineCore:
         """Snapshot of counters and gauges. O(1)."""
         full, swa = self.kv.pool_stats()
         seen, tree = self._scheduler.stats, self.kv.tree
-        return EngineStats(
+        stats = EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             full=full,
@@ -274,6 +281,7 @@ class EngineCore:
             last_step_tokens=last_step_tokens,
             last_step_ms=last_step_ms,
         )
+        return with_lower_tiers(stats, self.kv, seen)
 
     def audit(self) -> list[str]:
         """Recompute all bookkeeping from scratch; all discrepancies."""

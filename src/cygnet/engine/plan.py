@@ -26,6 +26,8 @@ class NewRequest:
     """First position whose full-attention KV is written; what lies before is cached and only read."""
     key_floor: int
     """First position whose SWA KV may be read."""
+    exact_from: int
+    """First position whose SWA KV must be right: behind `key_floor` where a window is rebuilt, else the same."""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True):

@@ -261,6 +261,7 @@ class Scheduler:
             request.sampling,
             write_full_from=request.kv.num_hit_blocks * self._kv.block_size,
             key_floor=request.kv.key_floor,
+            exact_from=request.kv.exact_from,
         )
 
     def _dispatch(self, request: Request, count: int) -> ScheduledRequest:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from cygnet.base.errors import InvariantError
 from cygnet.base.ids import BlockId
+from cygnet.base.messages import PoolStats
 
 
 class BlockPool:
@@ -56,6 +57,13 @@ class BlockPool:
         freed = tuple(dict.fromkeys(self._freed))
         self._freed.clear()
         return freed
+
+    def stats(self, cached: int, block_bytes: int) -> PoolStats:
+        """What its blocks are: free, `cached` (evictable, as their owner counts them), and the rest used."""
+        used = self.num_blocks - self.num_free - cached
+        return PoolStats(
+            num_blocks=self.num_blocks, free=self.num_free, used=used, cached=cached, block_bytes=block_bytes
+        )
 
     def audit(self) -> list[str]:
         """All discrepancies between the free list and the per-block flags."""

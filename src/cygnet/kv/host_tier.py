@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from cygnet.base.errors import InvariantError
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey
+from cygnet.base.messages import PoolStats
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.node import Node
 from cygnet.kv.policy import KVPolicy
 from cygnet.kv.prefix_tree import PrefixTree
 from cygnet.kv.sizing import HostSizes
 from cygnet.kv.store import Group
+from cygnet.kv.transfers import object_bytes
 
 
 class Pin:
@@ -107,6 +109,11 @@ class HostTier:
     def reserved(self, group: Group) -> frozenset[BlockId]:
         """Blocks that are reserved now."""
         return frozenset(self._reserved[group])
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks of both groups that are reserved now."""
+        return sum(map(len, self._reserved.values()))
 
     def give_back(self, group: Group, blocks: Sequence[BlockId]) -> None:
         """Free reserved blocks."""
@@ -218,9 +225,21 @@ class HostTier:
 
         return still_free(self.full_pool), still_free(self.swa_pool)
 
-    def flush(self) -> int:
-        """Drop everything that nothing pins; the number of full blocks freed."""
+    def flush(self) -> tuple[int, int]:
+        """Drop everything that nothing pins; how many full blocks and windows that was."""
         return self.tree.flush()
+
+    def tips(self) -> list[Node]:
+        """Where the pinned paths end: every leaf that is locked is among them."""
+        return [pin.path[-1] for pin in self._pins]
+
+    def pool_stats(self) -> tuple[PoolStats, PoolStats]:
+        """Full and SWA pool; used blocks are pinned or reserved."""
+        full, swa = (object_bytes(group, self.sizes.block_size) for group in (self.geometry.full, self.geometry.swa))
+        return (
+            self.full_pool.stats(self.tree.num_evictable_full, full),
+            self.swa_pool.stats(self.tree.num_evictable_swa, swa),
+        )
 
     def audit(self) -> list[str]:
         """All discrepancies between pools, tree, reservations and pins."""

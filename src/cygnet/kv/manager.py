@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from cygnet.base.cache_report import FlushReport
 from cygnet.base.errors import InvariantError
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey, RequestId
@@ -11,6 +12,7 @@ from cygnet.base.messages import PoolStats
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.hashing import extend_keys
 from cygnet.kv.host_tier import HostTier
+from cygnet.kv.node import Node
 from cygnet.kv.policy import KVPolicy, TierPolicy
 from cygnet.kv.prefix_tree import PrefixTree
 from cygnet.kv.request_audit import audit_requests
@@ -76,12 +78,12 @@ class KVManager:
         self._active: dict[RequestId, RequestKV] = {}
         self.host: HostTier | None = None
         self.store: StoreTier | None = None
-        self._tiers: Tiers | None = None
+        self.tiers: Tiers | None = None
         if lower is not None and self.policy.prefix_cache:
             self.host = HostTier(geometry, lower.host, self.policy)
             if lower.namespace is not None:
                 self.store = StoreTier(geometry, self.host, lower.namespace, lower.policy, self.plan)
-            self._tiers = Tiers(self.tree, self.host, lower.policy, self.store)
+            self.tiers = Tiers(self.tree, self.host, lower.policy, self.store)
 
     # ------------------------------------------------------------ admission
 
@@ -165,8 +167,8 @@ class KVManager:
         kv.num_saved = len(kv.nodes)
         self._active[kv.request_id] = kv
         self._mark_boundaries(kv, plan)
-        if self._tiers is not None and kv.nodes:
-            self._tiers.reused(kv.nodes[-1], resumed, now_ns)
+        if self.tiers is not None and kv.nodes:
+            self.tiers.reused(kv.nodes[-1], resumed, now_ns)
         return True
 
     def _count_turns(self, kv: RequestKV, plan: ReusePlan, now_ns: int) -> int:
@@ -201,9 +203,9 @@ class KVManager:
 
     def _load_prefix(self, kv: RequestKV, plan: ReusePlan, now_ns: int) -> None:
         """Fill the gaps that `_lock_prefix` left with new blocks, to be loaded from the host."""
-        assert self._tiers is not None
+        assert self.tiers is not None
         window, loaded = self._window_of(plan), range(plan.num_device_blocks, plan.num_full_blocks)
-        sources = self._tiers.hold(kv.keys, max(loaded.stop if loaded else 0, window.stop if plan.num_swa_loads else 0))
+        sources = self.tiers.hold(kv.keys, max(loaded.stop if loaded else 0, window.stop if plan.num_swa_loads else 0))
         blocks = self._obtain_full(len(loaded), now_ns)
         for index, block in zip(loaded, blocks, strict=True):
             node = self.tree.insert(kv.keys[index], kv.nodes[-1] if kv.nodes else None, block, now_ns)
@@ -211,13 +213,13 @@ class KVManager:
             self.tree.lock(node)
             kv.nodes.append(node)
         kv.full_blocks += blocks
-        self._tiers.load_full(sources[loaded.start : loaded.stop], blocks)
+        self.tiers.load_full(sources[loaded.start : loaded.stop], blocks)
         gaps = [index for index in window if kv.swa_blocks[index] == NO_BLOCK] if self._has_swa else []
         blocks = self._obtain_swa(len(gaps), now_ns)
         for index, block in zip(gaps, blocks, strict=True):
             self.tree.attach_swa(kv.nodes[index], block)
             kv.swa_blocks[index] = block
-        self._tiers.load_swa([sources[index] for index in gaps], blocks)
+        self.tiers.load_swa([sources[index] for index in gaps], blocks)
         if gaps:
             kv.checkpoints.add(window.stop)  # it has proved its worth
 
@@ -304,8 +306,8 @@ class KVManager:
             extend_keys(kv.keys, kv.root, token_ids, self.block_size, num_computed)
             self._publish(kv, upto, now_ns)
             self._retain(kv)
-            if self._tiers is not None and len(kv.nodes) - kv.num_saved >= SAVE_BLOCKS:
-                self._tiers.computed(kv.nodes[-1])
+            if self.tiers is not None and len(kv.nodes) - kv.num_saved >= SAVE_BLOCKS:
+                self.tiers.computed(kv.nodes[-1])
                 kv.num_saved = len(kv.nodes)
         self._release_out_of_window(kv)
 
@@ -390,8 +392,8 @@ class KVManager:
             node.last_access_ns = now_ns
         if self._keep_response_end and boundary > 0:
             self._keep_window(kv, boundary)
-        if self._tiers is not None and len(kv.nodes) > kv.num_saved:
-            self._tiers.computed(kv.nodes[-1])
+        if self.tiers is not None and len(kv.nodes) > kv.num_saved:
+            self.tiers.computed(kv.nodes[-1])
         self._unlock(kv)
 
     def _unlock(self, kv: RequestKV) -> None:
@@ -423,41 +425,39 @@ class KVManager:
 
     def take_transfers(self, now_ns: int) -> StepTransfers:
         """Copies that go with the step just scheduled. To be called when all its blocks are allocated."""
-        return NO_TRANSFERS if self._tiers is None else self._tiers.take(now_ns)
+        return NO_TRANSFERS if self.tiers is None else self.tiers.take(now_ns)
 
     def transfers_done(self, now_ns: int) -> None:
         """The copies last taken are done."""
-        if self._tiers is not None:
-            self._tiers.step_done(now_ns)
+        if self.tiers is not None:
+            self.tiers.step_done(now_ns)
 
     @property
     def wants_transfers(self) -> bool:
         """Whether there is something to copy even if no request is left."""
-        return self._tiers is not None and self._tiers.pending
+        return self.tiers is not None and self.tiers.pending
 
-    def flush(self, *, store: bool = False) -> int:
-        """Drop every cached block of device and host that nothing uses, and with `store` the store's too; the number of
-        full blocks freed on the device."""
-        freed = self.tree.flush()
-        if self._tiers is not None:
-            self._tiers.forget()
-            self._tiers.host.flush()
+    def flush(self, *, store: bool = False) -> FlushReport:
+        """Drop every cached block of device and host that nothing uses, and with `store` the store's too."""
+        device, host, kept = self.tree.flush(), (0, 0), len(self.tree)
+        if self.tiers is not None:
+            self.tiers.forget()
+            host = self.tiers.host.flush()
+            kept += len(self.tiers.host.tree)
         if self.store is not None and store:
             self.store.clear()
-        return freed
+        return FlushReport(*device, *host, kept, store and self.store is not None)
+
+    def tips(self) -> list[Node]:
+        """Where the running requests' published blocks end: every leaf that is locked is among them."""
+        return [kv.nodes[-1] for kv in self._active.values() if kv.nodes]
 
     def pool_stats(self) -> tuple[PoolStats, PoolStats]:
         """Full and SWA pool: free + used + cached = total, cached meaning evictable."""
-
-        def stats(pool: BlockPool, cached: int, block_bytes: int) -> PoolStats:
-            used = pool.num_blocks - pool.num_free - cached
-            return PoolStats(
-                num_blocks=pool.num_blocks, free=pool.num_free, used=used, cached=cached, block_bytes=block_bytes
-            )
-
+        full, swa = self.geometry.full, self.geometry.swa
         return (
-            stats(self.full_pool, self.tree.num_evictable_full, self.geometry.full.block_bytes(self.block_size)),
-            stats(self.swa_pool, self.tree.num_evictable_swa, self.geometry.swa.block_bytes(self.block_size)),
+            self.full_pool.stats(self.tree.num_evictable_full, full.block_bytes(self.block_size)),
+            self.swa_pool.stats(self.tree.num_evictable_swa, swa.block_bytes(self.block_size)),
         )
 
     @property
@@ -467,6 +467,6 @@ class KVManager:
 
     def audit(self) -> list[str]:
         """Check pools, tiers, trees and requests against each other from scratch; all discrepancies."""
-        faults = self._tiers.audit() if self._tiers is not None else []
+        faults = self.tiers.audit() if self.tiers is not None else []
         faults += self.store.audit() if self.store is not None else []
         return faults + audit_requests(self.full_pool, self.swa_pool, self.tree, list(self._active.values()))

@@ -105,6 +105,10 @@ class PrefixTree:
         """All nodes, in insertion order."""
         return iter(self._nodes.values())
 
+    def leaves(self) -> Iterator[Node]:
+        """Nodes without children that nobody locks."""
+        return iter(self._leaves)
+
     def get(self, key: BlockKey) -> Node | None:
         return self._nodes.get(key)
 
@@ -309,15 +313,15 @@ class PrefixTree:
             self.evicted_windows_total += 1
         return True
 
-    def flush(self) -> int:
-        """Drop everything unlocked; the number of full blocks freed."""
-        before = len(self._nodes)
+    def flush(self) -> tuple[int, int]:
+        """Drop everything unlocked; how many full blocks and windows that was."""
+        blocks, windows = len(self._nodes), len(self._checkpoints)
         for checkpoint in list(self._checkpoints):
             self.drop_checkpoint(checkpoint.node)
         while len(self._leaves):
             for leaf in list(self._leaves):
                 self._remove(leaf)
-        return before - len(self._nodes)
+        return blocks - len(self._nodes), windows - len(self._checkpoints)
 
     def _remove(self, leaf: Node) -> None:
         self.drop_checkpoint(leaf)

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from cygnet.base.registry import Registry
 
+MESSAGE_WINDOWS = 4
+"""Last messages of a prompt that the rule `message` keeps windows before."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetentionContext:
@@ -63,9 +66,6 @@ def geometric(context: RetentionContext) -> Iterable[int]:
     while 0 < boundary < context.prompt_blocks:
         yield boundary
         boundary *= 2
-
-
-MESSAGE_WINDOWS = 4
 
 
 @RETENTION_RULES.register("message")

@@ -19,7 +19,7 @@ SHIFT = 20
 """2**20 ns is the unit of age, about a millisecond."""
 UNIT_S = 2**SHIFT / 1e9
 REFRESH = 64
-"""Observations between two computations of the rates."""
+"""Observations of a kind between two computations of its rates."""
 MEMORY = 4096
 """Observations of a kind after which the old ones count half."""
 
@@ -33,7 +33,7 @@ class ReuseModel:
     def __init__(self, num_kinds: int) -> None:
         self._used = [[0.0] * OCTAVES for _ in range(num_kinds)]
         self._lost = [[0.0] * OCTAVES for _ in range(num_kinds)]
-        self._since_refresh = 0
+        self._since_refresh = [0] * num_kinds
         self._rates = [rates(used, lost) for used, lost in zip(self._used, self._lost, strict=True)]
 
     def used(self, kind: int, age_ns: int) -> None:
@@ -57,14 +57,14 @@ class ReuseModel:
 
     def _count(self, counts: list[list[float]], kind: int, age_ns: int) -> None:
         counts[kind][min((age_ns >> SHIFT).bit_length(), OCTAVES - 1)] += 1
-        self._since_refresh += 1
-        if self._since_refresh < REFRESH:
+        self._since_refresh[kind] += 1
+        if self._since_refresh[kind] < REFRESH:
             return
-        self._since_refresh = 0
-        for number, (used, lost) in enumerate(zip(self._used, self._lost, strict=True)):
-            if sum(used) + sum(lost) > MEMORY:
-                used[:], lost[:] = [n / 2 for n in used], [n / 2 for n in lost]
-            self._rates[number] = rates(used, lost)
+        self._since_refresh[kind] = 0
+        used, lost = self._used[kind], self._lost[kind]
+        if sum(used) + sum(lost) > MEMORY:
+            used[:], lost[:] = [n / 2 for n in used], [n / 2 for n in lost]
+        self._rates[kind] = rates(used, lost)
 
     def audit(self) -> list[str]:
         """All counts and rates that cannot be."""

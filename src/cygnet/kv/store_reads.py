@@ -91,6 +91,11 @@ class StoreReads:
         self.lookups_total = self.found_objects_total = self.fetched_objects_total = self.lost_objects_total = 0
         self.timeouts_total = self.fetched_tokens_total = 0
 
+    @property
+    def num_waiting_objects(self) -> int:
+        """Objects on their way."""
+        return self._host.num_reserved
+
     # ------------------------------------------------------------------ requests
 
     def want(self, kv: RequestKV, num_tokens: int, now_ns: int) -> None:

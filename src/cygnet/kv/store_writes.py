@@ -49,6 +49,16 @@ class StoreWrites:
         """Whether nothing is queued or on its way."""
         return not self._queue and not self._sent
 
+    @property
+    def num_waiting_objects(self) -> int:
+        """Objects on their way."""
+        return self._num_sent
+
+    @property
+    def num_queued(self) -> int:
+        """Paths and windows whose turn has not come."""
+        return len(self._queue)
+
     def keep(self, node: Node, now_ns: int, *, window: bool) -> None:
         """The path to the host's `node`, or the window that ends with it, is worth storing. What is queued longest is
         forgotten where the store can't keep up: the next use of it brings it back."""

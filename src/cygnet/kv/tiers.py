@@ -71,7 +71,8 @@ class Tiers:
         self._written: dict[Node, None] = {}
         self._written_windows: dict[Node, None] = {}
         """Nodes of the host that this step fills."""
-        self.loaded_blocks_total = self.saved_blocks_total = self.refused_blocks_total = 0
+        self.loaded_full_blocks_total = self.loaded_swa_blocks_total = 0
+        self.saved_full_blocks_total = self.saved_swa_blocks_total = self.refused_blocks_total = 0
         device.on_evict = self._evicting if policy.write != "selective" else None
         device.on_retain = self._retained if policy.write == "through" else None
         device.is_backed = self._in_host
@@ -208,8 +209,10 @@ class Tiers:
         self._dirty.clear()
         self._windows.clear()
         evicted, loads, saves = self._evicted.take(), self._loads.take(), self._saves.take()
-        self.loaded_blocks_total += len(loads)
-        self.saved_blocks_total += len(evicted) + len(saves)
+        self.loaded_full_blocks_total += len(loads.full)
+        self.loaded_swa_blocks_total += len(loads.swa)
+        self.saved_full_blocks_total += len(evicted.full) + len(saves.full)
+        self.saved_swa_blocks_total += len(evicted.swa) + len(saves.swa)
         freed_full, freed_swa = self.host.take_freed()
         return StepTransfers(evicted, loads, saves, freed_full, freed_swa)
 

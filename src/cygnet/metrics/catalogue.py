@@ -50,26 +50,84 @@ def kv_usage(stats: EngineStats) -> float:
     return max((pool.used / pool.num_blocks for pool in (stats.full, stats.swa) if pool.num_blocks), default=0.0)
 
 
-def _pools(stats: EngineStats) -> tuple[tuple[str, PoolStats], ...]:
-    return (("full", stats.full), ("swa", stats.swa))
+def _pools(stats: EngineStats) -> Iterable[tuple[Labels, PoolStats]]:
+    yield ("device", "full"), stats.full
+    yield ("device", "swa"), stats.swa
+    if stats.host_full.num_blocks:
+        yield ("host", "full"), stats.host_full
+    if stats.host_swa.num_blocks:
+        yield ("host", "swa"), stats.host_swa
 
 
 def _pool_blocks(stats: EngineStats) -> Samples:
-    for name, pool in _pools(stats):
-        yield (name, "used"), pool.used
-        yield (name, "cached"), pool.cached
-        yield (name, "free"), pool.free
+    for names, pool in _pools(stats):
+        yield (*names, "used"), pool.used
+        yield (*names, "cached"), pool.cached
+        yield (*names, "free"), pool.free
 
 
 def _pool_block_bytes(stats: EngineStats) -> Samples:
-    return [((name,), pool.block_bytes) for name, pool in _pools(stats)]
+    return [(names, pool.block_bytes) for names, pool in _pools(stats)]
 
 
 def _evicted(stats: EngineStats) -> Samples:
-    return [(("full_block",), stats.evicted_full_blocks_total), (("window",), stats.evicted_windows_total)]
+    yield ("device", "full_block"), stats.evicted_full_blocks_total
+    yield ("device", "window"), stats.evicted_windows_total
+    yield ("host", "full_block"), stats.evicted_host_full_blocks_total
+    yield ("host", "window"), stats.evicted_host_windows_total
 
 
-FROM_STATS = (
+def _device_hits(stats: EngineStats) -> int:
+    return stats.effective_hit_tokens_total - stats.host_hit_tokens_total - stats.store_hit_tokens_total
+
+
+def _hit_tokens(stats: EngineStats) -> Samples:
+    yield ("device",), _device_hits(stats)
+    yield ("host",), stats.host_hit_tokens_total
+    yield ("store",), stats.store_hit_tokens_total
+
+
+def _loaded_bytes(stats: EngineStats) -> int:
+    full, swa = stats.loaded_full_blocks_total, stats.loaded_swa_blocks_total
+    return full * stats.full.block_bytes + swa * stats.swa.block_bytes
+
+
+def _saved_bytes(stats: EngineStats) -> int:
+    full, swa = stats.saved_full_blocks_total, stats.saved_swa_blocks_total
+    return full * stats.full.block_bytes + swa * stats.swa.block_bytes
+
+
+def _copied_blocks(stats: EngineStats) -> Samples:
+    yield ("load", "full"), stats.loaded_full_blocks_total
+    yield ("load", "swa"), stats.loaded_swa_blocks_total
+    yield ("save", "full"), stats.saved_full_blocks_total
+    yield ("save", "swa"), stats.saved_swa_blocks_total
+
+
+def _store_objects(stats: EngineStats) -> Samples:
+    yield ("found",), stats.store_found_objects_total
+    yield ("fetched",), stats.store_fetched_objects_total
+    yield ("lost",), stats.store_lost_objects_total
+    yield ("stored",), stats.store_stored_objects_total
+    yield ("failed",), stats.store_failed_objects_total
+
+
+def _store_waiting(stats: EngineStats) -> Samples:
+    yield ("fetch",), stats.store_waiting_fetches
+    yield ("put",), stats.store_waiting_puts
+
+
+def _store_bytes(stats: EngineStats) -> Samples:
+    yield ("read",), stats.store_read_bytes_total
+    yield ("written",), stats.store_written_bytes_total
+
+
+def _store_seconds(stats: EngineStats) -> Samples:
+    yield ("fetch",), stats.store_fetch_seconds_total
+    yield ("put",), stats.store_put_seconds_total
+
+
+ENGINE = (
     Metric(
         "vllm:num_requests_running",
         "gauge",
@@ -97,8 +155,22 @@ FROM_STATS = (
     Metric(
         "vllm:prefix_cache_hits",
         "counter",
-        "Prompt tokens not computed because of the prefix cache (the effective hit).",
-        from_stats=_one(lambda s: s.effective_hit_tokens_total),
+        "Prompt tokens not computed because of the prefix cache on the device.",
+        from_stats=_one(_device_hits),
+    ),
+    Metric(
+        "vllm:external_prefix_cache_queries",
+        "counter",
+        "Prompt tokens that the device did not have and that the tiers below it were asked for.",
+        from_stats=_one(
+            lambda s: s.prefix_query_tokens_total - _device_hits(s) if s.host_full.num_blocks else 0,
+        ),
+    ),
+    Metric(
+        "vllm:external_prefix_cache_hits",
+        "counter",
+        "Prompt tokens not computed because host or store had them.",
+        from_stats=_one(lambda s: s.host_hit_tokens_total + s.store_hit_tokens_total),
     ),
     Metric(
         "vllm:prompt_tokens", "counter", "Prompt tokens processed.", from_stats=_one(lambda s: s.prompt_tokens_total)
@@ -133,7 +205,7 @@ FROM_STATS = (
     Metric(
         "cygnet:effective_hit_tokens",
         "counter",
-        "Prompt tokens not computed because of the cache, after window rebuilds.",
+        "Prompt tokens not computed because of the cache, of all tiers, after window rebuilds.",
         from_stats=_one(lambda s: s.effective_hit_tokens_total),
     ),
     Metric(
@@ -157,19 +229,28 @@ FROM_STATS = (
     Metric(
         "cygnet:pool_blocks",
         "gauge",
-        "KV blocks by pool and state (used: held by running requests).",
-        ("pool", "state"),
+        "KV blocks by tier, group and state (used: held by running requests or copies).",
+        ("tier", "group", "state"),
         from_stats=_pool_blocks,
     ),
-    Metric("cygnet:pool_block_bytes", "gauge", "Bytes of one block.", ("pool",), from_stats=_pool_block_bytes),
-    Metric("cygnet:tree_blocks", "gauge", "Blocks in the prefix tree.", from_stats=_one(lambda s: s.tree_blocks)),
+    Metric("cygnet:pool_block_bytes", "gauge", "Bytes of one block.", ("tier", "group"), from_stats=_pool_block_bytes),
+    Metric(
+        "cygnet:tree_blocks",
+        "gauge",
+        "Blocks in the prefix tree.",
+        ("tier",),
+        from_stats=lambda s: [(("device",), s.tree_blocks), (("host",), s.host_tree_blocks)],
+    ),
     Metric(
         "cygnet:retained_windows",
         "gauge",
         "SWA windows kept in the prefix tree.",
-        from_stats=_one(lambda s: s.tree_windows),
+        ("tier",),
+        from_stats=lambda s: [(("device",), s.tree_windows), (("host",), s.host_tree_windows)],
     ),
-    Metric("cygnet:evictions", "counter", "Evicted full blocks and SWA windows.", ("kind",), from_stats=_evicted),
+    Metric(
+        "cygnet:evictions", "counter", "Evicted full blocks and SWA windows.", ("tier", "kind"), from_stats=_evicted
+    ),
     Metric(
         "cygnet:last_step_seconds",
         "gauge",
@@ -177,6 +258,92 @@ FROM_STATS = (
         from_stats=_one(lambda s: s.last_step_ms / 1000.0),
     ),
 )
+
+LOWER_TIERS = (
+    Metric(
+        "cygnet:hit_tokens",
+        "counter",
+        "Prompt tokens not computed because of the cache, by the tier that had them.",
+        ("tier",),
+        from_stats=_hit_tokens,
+    ),
+    Metric(
+        "vllm:kv_offload_load_bytes",
+        "counter",
+        "Bytes copied from host to device.",
+        from_stats=_one(_loaded_bytes),
+    ),
+    Metric(
+        "vllm:kv_offload_store_bytes",
+        "counter",
+        "Bytes copied from device to host.",
+        from_stats=_one(_saved_bytes),
+    ),
+    Metric(
+        "cygnet:copied_blocks",
+        "counter",
+        "Blocks copied from host to device (load) and from device to host (save).",
+        ("direction", "group"),
+        from_stats=_copied_blocks,
+    ),
+    Metric(
+        "cygnet:refused_blocks",
+        "counter",
+        "Blocks not copied to the host, as there was no room.",
+        from_stats=_one(lambda s: s.refused_blocks_total),
+    ),
+    Metric(
+        "cygnet:store_lookups",
+        "counter",
+        "Times the store was asked what it has of a prompt.",
+        from_stats=_one(lambda s: s.store_lookups_total),
+    ),
+    Metric(
+        "cygnet:store_timeouts",
+        "counter",
+        "Requests that stopped waiting for the store.",
+        from_stats=_one(lambda s: s.store_timeouts_total),
+    ),
+    Metric(
+        "cygnet:store_objects",
+        "counter",
+        "Objects found by lookups; fetched, or lost (late, torn, missing); stored, or failed (not taken).",
+        ("outcome",),
+        from_stats=_store_objects,
+    ),
+    Metric(
+        "cygnet:store_waiting_objects",
+        "gauge",
+        "Objects on their way from the store (fetch) and to it (put).",
+        ("direction",),
+        from_stats=_store_waiting,
+    ),
+    Metric(
+        "cygnet:store_queued_writes",
+        "gauge",
+        "Paths and windows whose turn to be put has not come.",
+        from_stats=_one(lambda s: s.store_queued_writes),
+    ),
+    Metric(
+        "cygnet:store_dropped_writes",
+        "counter",
+        "Paths and windows never put, as too many were waiting.",
+        from_stats=_one(lambda s: s.store_dropped_writes_total),
+    ),
+    Metric("cygnet:store_bytes", "counter", "Bytes read and written.", ("direction",), from_stats=_store_bytes),
+    Metric(
+        "cygnet:store_seconds", "counter", "Time spent fetching and putting.", ("direction",), from_stats=_store_seconds
+    ),
+    Metric(
+        "cygnet:store_hung_calls",
+        "gauge",
+        "Calls into the store that were given up and have not returned.",
+        from_stats=_one(lambda s: s.store_hung_calls),
+    ),
+)
+"""Of the tiers below the device; 0 where there are none."""
+
+FROM_STATS = ENGINE + LOWER_TIERS
 
 REQUEST_SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",))
 TIME_TO_FIRST_TOKEN = Metric(

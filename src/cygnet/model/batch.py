@@ -1,6 +1,7 @@
 """What a model's forward pass is told about the requests in a step. Built by the engine's model runner."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
@@ -53,6 +54,16 @@ class LayerGate(Protocol):
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """The rows whose hidden states are asked for: the last one of each of these requests."""
+
+    requests: list[int]
+    """In rising order; may be none."""
+    rows: Tensor
+    """[requests] int64: their rows, on the model's device."""
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """One step: `num_tokens` tokens of `num_requests` requests, request after request.
 
@@ -73,6 +84,23 @@ class ForwardBatch:
     """None for a model without SWA layers."""
     gate: LayerGate | None = None
     """To be waited at before each layer reads or writes KV. None when all KV is there."""
+    wanted: Wanted | None = None
+    """None: all rows."""
+    exact_from: list[int] | None = None
+    """First position, per request, whose SWA KV must be right in all layers. Where it lies behind the request's first
+    tokens, later layers may leave out some of them (`model/replay.py`): their SWA KV is not written, and their hidden
+    states are of no use. None when no request replays a window."""
+
+    def queries_wanted(self) -> "ForwardBatch":
+        """For the last layer, whose KV is written for all tokens: only the wanted rows are queries, numbered anew.
+
+        `token_ids`, `positions` and the slots stay those of all tokens.
+        """
+        assert self.wanted is not None
+        counts = [0] * self.num_requests
+        for request in self.wanted.requests:
+            counts[request] = 1
+        return replace(self, query_start=[0, *accumulate(counts)], wanted=None)
 
     @property
     def num_requests(self) -> int:

@@ -1,6 +1,7 @@
 """The forward pass of a decoder-only model over paged KV, built from a `ModelDescription`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from cygnet.model.attention.backend import AttentionBackend, AttentionPlan
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerGate, LayerKV
 from cygnet.model.cpu.programs import Ropes, StepPrograms
 from cygnet.model.description import AttentionSpec, GroupName, LayerSpec, ModelDescription, RopeSpec
-from cygnet.model.int8 import BytePanels, Int8Weight, compiled
+from cygnet.model.int8 import Int8Weight, compiled
 from cygnet.model.layers import MLPS, Linear, RmsNorm, WeightSlots, parameter, wide_dtype
 from cygnet.model.ops import StepOps
 from cygnet.model.packed import PackedWeight, can_pack
+from cygnet.model.replay import ReplayRows, replay_leads, rope_rows
 from cygnet.model.rope import cos_sin, inverse_frequencies
 from cygnet.model.screened import MOST_ROWS, ScreenedHead
 
@@ -68,11 +70,13 @@ class Attention(nn.Module):
         backend: AttentionBackend,
         plan: AttentionPlan,
         layer_kv: LayerKV,
+        rows: Tensor | None,
     ) -> Tensor:
-        spec, num_tokens = self.spec, x.shape[0]
-        query, key, value = ops.heads(spec, self.qkv(x), self.qk_norm, rope)
-        attended = backend.attend(spec, query, key, value, self.sinks, plan, layer_kv)
-        return self.o(attended.reshape(num_tokens, spec.num_heads * spec.value_dim))
+        """What `o` is applied to, of `rows` only if they are given; the KV of all rows is written."""
+        query, key, value = ops.heads(self.spec, self.qkv(x), self.qk_norm, rope)
+        if rows is not None:
+            query = query[rows]
+        return backend.attend(self.spec, query, key, value, self.sinks, plan, layer_kv).flatten(1)
 
 
 class DecoderLayer(nn.Module):
@@ -112,11 +116,16 @@ class DecoderLayer(nn.Module):
         backend: AttentionBackend,
         plan: AttentionPlan,
         layer_kv: LayerKV,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual `x` [num_tokens, hidden_size] after this layer, and `next_norm` of it; `normed` is this layer's
-        `attention_norm` of `x`."""
-        out = self.attention(normed, rope, ops, backend, plan, layer_kv)
-        x, normed = ops.join(x, out, self.post_attention_norm, self.mlp_norm)
+        `attention_norm` of `x`. With `rows` [n], which `plan` is for then, the results are [n, hidden_size]."""
+        attended = self.attention(normed, rope, ops, backend, plan, layer_kv, rows)
+        if rows is not None:
+            x = x[rows]
+            if not len(rows):
+                return x, x
+        x, normed = ops.join(x, self.attention.o(attended), self.post_attention_norm, self.mlp_norm)
         return ops.join(x, self.mlp(normed, ops), self.post_mlp_norm, next_norm)
 
 
@@ -162,6 +171,7 @@ class HybridModel(nn.Module):
         self._programs = StepPrograms() if ops.is_compiled else None
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
         specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
+        self._replay_leads = replay_leads(description)
         self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
 
     def weight_slots(self) -> WeightSlots:
@@ -187,7 +197,8 @@ class HybridModel(nn.Module):
             self._packed_head = PackedWeight(self.embedding)
         if pack_tied_head and not int8 and self.lm_head is None and compiled(self.dtype):
             assert self.embedding is not None
-            self._screened_head = ScreenedHead(BytePanels(self.embedding), self.embedding)
+            if ScreenedHead.fits(self.embedding):
+                self._screened_head = ScreenedHead(self.embedding)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish_loading(int8=int8, keep_packed=pack_tied_head)
@@ -195,38 +206,78 @@ class HybridModel(nn.Module):
                 module.finish_loading()
 
     def forward(self, batch: ForwardBatch, plans: Plans | None = None) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] after the final norm, in the model's dtype.
+        """Hidden states [rows, hidden_size] after the final norm, in the model's dtype, of the batch's wanted rows.
 
-        Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given.
+        Writes the tokens' KV into the batch's slots on the way. `plans` are made from the batch unless given, and must
+        not be given for a batch with `exact_from`. In the last layer only the wanted rows are worked out: the KV of the
+        others is all that anyone reads of them.
         """
         x = self._embed(batch.token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         ropes = self._ropes(batch.positions)
+        if batch.exact_from is not None:
+            return self._replay(batch, x, ropes)
         plans = self._plans(batch) if plans is None else plans
+        last = self._last_plan(batch)
 
         def layers(x: Tensor, ropes: Ropes) -> Tensor:
-            return self._run_layers(x, ropes, plans, batch.gate)
+            return self._run_layers(x, ropes, plans, last, batch.gate)
 
-        # A recorded step can't wait between its layers.
-        if self._programs is None or batch.gate is not None:
+        # A recorded step can't wait between its layers, and has one number of rows.
+        if self._programs is None or last is not None or batch.gate is not None:
             return layers(x, ropes)
         caches = [group.layers for group, _ in plans.values()]
         return self._programs.run(layers, x, ropes, [plan for _, plan in plans.values()], caches)
 
-    def _run_layers(self, x: Tensor, ropes: Ropes, plans: Plans, gate: LayerGate | None) -> Tensor:
+    def _run_layers(
+        self,
+        x: Tensor,
+        ropes: Ropes,
+        plans: Plans,
+        last: tuple[Tensor, AttentionPlan] | None,
+        gate: LayerGate | None,
+    ) -> Tensor:
+        """`last`: the rows and the plan of the last layer, where they are others."""
         ops, backend = self.ops, self.attention_backend
-        # Each norm is worked out together with the sum that it is applied to, at the end of the layer before.
-        norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
-        x, normed = ops.join(x, None, None, norms[0])
-        placed = zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
-        for layer, next_norm, spec, (group, index) in placed:
+        x, normed = ops.join(x, None, None, self.layers[0].attention_norm)  # type: ignore[arg-type]
+        for layer, next_norm, spec, (group, index) in self._placed():
             group_batch, plan = plans[group]
+            rows = None
+            if last is not None and next_norm is self.final_norm:
+                rows, plan = last
             rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
             if gate is not None:
                 gate.wait(group, index)
-            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv)
+            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv, rows)
         return normed
+
+    def _replay(self, batch: ForwardBatch, x: Tensor, ropes: Ropes) -> Tensor:
+        """The layers of a step that replays a window: each on fewer rows than the one before (`model/replay.py`)."""
+        ops, backend, num_tokens = self.ops, self.attention_backend, x.shape[0]
+        wanted, replay = batch.wanted, ReplayRows(replace(batch, wanted=None), self._replay_leads)
+        plans = self._plans(batch)
+        x, normed = ops.join(x, None, None, self.layers[0].attention_norm)  # type: ignore[arg-type]
+        for number, (layer, next_norm, spec, (group, index)) in enumerate(self._placed()):
+            differs, rows = replay.advance(number)
+            if rows is not None:
+                x, normed, ropes = x[rows], normed[rows], rope_rows(ropes, rows)
+            if not len(x):
+                break
+            plans = self._plans(replay.batch) if differs else plans
+            group_batch, plan = plans[group]
+            if batch.gate is not None:
+                batch.gate.wait(group, index)
+            rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
+            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv, None)
+        hidden = replay.whole(normed, num_tokens)
+        return hidden if wanted is None else hidden[wanted.rows]
+
+    def _placed(self) -> Iterator[tuple[Any, RmsNorm, LayerSpec, tuple[GroupName, int]]]:
+        """Each layer with the norm that is worked out together with its last sum (the next layer's first, or the final
+        one), its spec, and where its KV is."""
+        norms: list[Any] = [*(layer.attention_norm for layer in self.layers), self.final_norm]
+        return zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [rows, vocab_size] in fp32 (fp64 for an fp64 model) for rows of `forward`'s result."""
@@ -266,6 +317,15 @@ class HybridModel(nn.Module):
             spec: cos_sin(frequencies, positions, dtype, amplitude=spec.amplitude)
             for spec, frequencies in self._frequencies.items()
         }
+
+    def _last_plan(self, batch: ForwardBatch) -> tuple[Tensor, AttentionPlan] | None:
+        """The wanted rows, if they are not all, and the plan of the last layer for them."""
+        if batch.wanted is None:
+            return None
+        queries, (name, _) = batch.queries_wanted(), self.description.layer_groups[-1]
+        group = queries.full if name == "full" else queries.swa
+        assert group is not None
+        return batch.wanted.rows, self.attention_backend.plan(self.description.layers[-1].attention, queries, group)
 
     def _plans(self, batch: ForwardBatch) -> Plans:
         """Per group in use, its part of the batch and the backend's plan for all of its layers."""

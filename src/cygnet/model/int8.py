@@ -27,7 +27,6 @@ class BytePanels:
 
     panels    int8 [out / 64, in / 2, 64, 2], both sizes rounded up and padded with zeros
     scale     fp32 [out]
-    size_sum  largest sum of sizes of an output's bytes
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -38,13 +37,13 @@ class BytePanels:
         self.panels = torch.empty(shape, dtype=torch.int8, device=weight.device)
         self.scale = torch.empty(out, dtype=torch.float32, device=weight.device)
         if compiled(weight.dtype):
-            self.size_sum = self._round(weight.contiguous())
+            self._round(weight.contiguous())
         else:
-            self.size_sum = self._round_in_torch(weight)
+            self._round_in_torch(weight)
 
     def scratch(self, rows: int, threads: int) -> tuple[int, int]:
         """Address of scratch memory for the kernels that multiply `rows` rows, and how many bytes each thread has."""
-        each = (2 * 4 * ROWS * PANEL + 2 * 4 * rows + 2 * rows * self.padded + 63) // 64 * 64
+        each = (2 * 4 * ROWS * PANEL + 4 * rows + 2 * rows * self.padded + 63) // 64 * 64
         return scratch(each * threads).data_ptr(), each
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,32 +57,27 @@ class BytePanels:
         scale = self.scale[first * PANEL : (first + count) * PANEL]
         return (rows[: len(scale), : self.shape[1]] * scale[:, None]).to(dtype)
 
-    def _round(self, weight: Tensor) -> float:
-        sums = torch.empty_like(self.scale)
+    def _round(self, weight: Tensor) -> None:
         kernel("round_panels", weight.dtype)(
             num_threads(),
             weight.data_ptr(),
             self.panels.data_ptr(),
             self.scale.data_ptr(),
-            sums.data_ptr(),
             *self.shape,
             self.padded,
             panels_per_piece(len(self.panels), num_threads()),
         )
-        return float(sums.max())
 
-    def _round_in_torch(self, weight: Tensor) -> float:
+    def _round_in_torch(self, weight: Tensor) -> None:
         self.panels.zero_()
-        count, largest = max(1, _SLICE // (PANEL * self.padded)), 0.0
+        count = max(1, _SLICE // (PANEL * self.padded))
         for first in range(0, len(self.panels), count):
             rows = slice(first * PANEL, (first + count) * PANEL)
             wide = weight[rows].float()
             scale = wide.abs().amax(1).clamp_min_(_TINY).div_(127)
             rounded = F.pad(wide.div_(scale[:, None]).round_(), (0, self.padded - wide.shape[1], 0, -len(wide) % PANEL))
-            largest = max(largest, float(rounded.abs().sum(1).max()))
             self.scale[rows] = scale
             self.panels[first : first + count] = rounded.view(-1, PANEL, self.padded // 2, 2).transpose(1, 2)
-        return largest
 
 
 class Int8Weight:

@@ -64,6 +64,18 @@ def test_equals_the_reference(dtype: torch.dtype, case: Case, splits: int, tile_
         check(case, dtype)
 
 
+@settings(deadline=None, max_examples=15)
+@given(case=cases(), data=st.data())
+def test_fewer_queries_than_slots(case: Case, data: st.DataObject) -> None:
+    """In the last layer only some requests' last tokens ask; the KV of all tokens is written."""
+    wanted = sorted(data.draw(st.sets(st.integers(0, len(case.requests) - 1))))
+    got, kv = run("triton", case, torch.float32, wanted)
+    want, want_kv = run("reference", case, torch.float32, wanted)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(kv.key, want_kv.key, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(kv.value, want_kv.value, atol=0, rtol=0, equal_nan=True)
+
+
 def mimo(window: int | None) -> AttentionSpec:
     """Head dims of MiMo-V2, where K and V differ and K is no power of two."""
     kv_heads = 1 if window is None else 2

@@ -104,12 +104,41 @@ function drawHits(stats) {
     }
   }
   const asked = stats.prefix_query_tokens_total;
+  drawTierHits(stats, asked);
   rows.forEach(([, tokens], i) => {
     const row = root.children[i];
     const share = asked ? (100 * tokens) / asked : 0;
     row.children[1].firstChild.style.width = `${share}%`;
     row.children[2].textContent = asked ? `${share.toFixed(share < 10 ? 1 : 0)} %` : "–";
   });
+}
+
+/** Which tier the effective hit came from, below its bar. */
+function drawTierHits(stats, asked) {
+  const lower = stats.host_hit_tokens_total + stats.store_hit_tokens_total;
+  const parts = [
+    ["device", stats.effective_hit_tokens_total - lower],
+    ["host", stats.host_hit_tokens_total],
+    ["store", stats.store_hit_tokens_total],
+  ];
+  setText("hit-tiers", asked ? parts.map(([tier, tokens]) => `${tier} ${count(tokens)}`).join(" · ") : "–");
+}
+
+function drawTiers(stats, tiers, about) {
+  const hasHost = tiers.includes("host");
+  byId("device-title").hidden = byId("tier-host").hidden = byId("hit-tiers-line").hidden = !hasHost;
+  byId("tier-store").hidden = !tiers.includes("store");
+  if (!hasHost) return;
+  drawPool("pool-host-full", "Full attention", about.full, stats.host_full);
+  drawPool("pool-host-swa", "Sliding window", about.swa, stats.host_swa);
+  setText("loaded", count(stats.loaded_full_blocks_total + stats.loaded_swa_blocks_total));
+  setText("saved", count(stats.saved_full_blocks_total + stats.saved_swa_blocks_total));
+  setText("host-windows", count(stats.host_tree_windows));
+  setText("store-read", bytes(stats.store_read_bytes_total));
+  setText("store-written", bytes(stats.store_written_bytes_total));
+  setText("store-waiting", count(stats.store_waiting_fetches + stats.store_waiting_puts));
+  setText("store-lost", count(stats.store_lost_objects_total + stats.store_failed_objects_total));
+  setText("store-timeouts", count(stats.store_timeouts_total));
 }
 
 function draw(state) {
@@ -125,9 +154,14 @@ function draw(state) {
   setText("truncated", count(stats.truncated_tokens_total));
   setText("evicted-blocks", count(stats.evicted_full_blocks_total));
   setText("evicted-windows", count(stats.evicted_windows_total));
-  drawPool("pool-full", "Full attention", layers(model.geometry?.full), stats.full);
   const window = cache.window ? `window ${count(cache.window)}` : "";
-  drawPool("pool-swa", "Sliding window", [layers(model.geometry?.swa), window].filter(Boolean).join(", "), stats.swa);
+  const about = {
+    full: layers(model.geometry?.full),
+    swa: [layers(model.geometry?.swa), window].filter(Boolean).join(", "),
+  };
+  drawPool("pool-full", "Full attention", about.full, stats.full);
+  drawPool("pool-swa", "Sliding window", about.swa, stats.swa);
+  drawTiers(stats, cache.tiers, about);
   drawHits(stats);
   drawRates(state);
   setText("summary", `${state.summary}\nCygnet ${state.version}`);
@@ -167,8 +201,8 @@ export async function follow(onState, onKeyNeeded) {
 export function wireFlush() {
   byId("flush").addEventListener("click", async () => {
     try {
-      await request("/reset_prefix_cache", { method: "POST" });
-      setText("flush-status", "emptied");
+      const { dropped } = await (await request("/reset_prefix_cache", { method: "POST" })).json();
+      setText("flush-status", `dropped ${count(dropped.device_blocks + dropped.host_blocks)} blocks`);
     } catch (error) {
       setText("flush-status", error.message);
     }

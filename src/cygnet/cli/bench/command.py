@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from cygnet.cli.bench.client import Client, Result
     from cygnet.cli.bench.load import Form
     from cygnet.cli.bench.stats import Summary
-    from cygnet.cli.bench.workload import Session
+    from cygnet.sim.sessions import Session
 
 bench_app = typer.Typer(help="Measure a server.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -32,7 +32,9 @@ def serve(
     model: Annotated[str, _option("NAME", "model to ask [the server's first]")] = "",
     endpoint: Annotated[str, _option("KIND", "completions or chat [completions]")] = "completions",
     num_prompts: Annotated[int, _option("N", "sessions; of one request each, unless --turns [100]")] = 100,
-    turns: Annotated[int, _option("N", "requests per session, each repeats all before it [1]")] = 1,
+    turns: Annotated[
+        int | None, _option("N", "requests per session, each repeats all before it [1]; a trace's cap")
+    ] = None,
     input_len: Annotated[int | None, _option("N", "new tokens per request [256]; a trace's cap")] = None,
     output_len: Annotated[int | None, _option("N", "tokens to generate [64]; a trace's cap")] = None,
     shared_prefix_len: Annotated[int, _option("N", "first tokens, equal in all sessions [0]")] = 0,
@@ -79,16 +81,19 @@ def _sessions(settings: dict[str, Any]) -> list["Session"]:
     from dataclasses import replace
 
     from cygnet.cli.bench.traces import load_trace
-    from cygnet.cli.bench.workload import random_sessions, sped_up, with_poisson_arrivals
+    from cygnet.sim.sessions import random_sessions, sped_up, with_poisson_arrivals
 
     if settings["trace"]:
         sessions = load_trace(Path(settings["trace"]), settings["num_prompts"])
         if settings["rate"] or settings["concurrency"]:
             sessions = [replace(session, arrival_s=None) for session in sessions]
         sessions = [sped_up(session, settings["trace_speed"]) for session in sessions]
+        if settings["turns"]:
+            sessions = [replace(session, turns=session.turns[: settings["turns"]]) for session in sessions]
     else:
         settings["input_len"] = settings["input_len"] or 256
         settings["output_len"] = settings["output_len"] or 64
+        settings["turns"] = settings["turns"] or 1
         sessions = random_sessions(
             num_sessions=settings["num_prompts"],
             turns=settings["turns"],
@@ -129,7 +134,8 @@ async def _measure(
     from cygnet.cli.bench.connection import Connections
     from cygnet.cli.bench.load import probe, run_sessions
     from cygnet.cli.bench.stats import metrics_delta, summarize
-    from cygnet.cli.bench.workload import TokenSource, limited
+    from cygnet.cli.bench.workload import TokenSource
+    from cygnet.sim.sessions import limited
 
     try:
         connections = Connections(settings["url"], api_key)

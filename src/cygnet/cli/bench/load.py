@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from cygnet.cli.bench.client import BenchError, Client, Prompt, Result
-from cygnet.cli.bench.workload import FIRST_TOKEN, Session, TokenSource, Turn
+from cygnet.cli.bench.workload import FIRST_TOKEN, TokenSource
+from cygnet.sim.sessions import Session, Turn
 
 Progress = Callable[[Result], None]
 

@@ -14,11 +14,14 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from cygnet.base.cache_report import CacheReport, FlushReport
 from cygnet.base.config import Config
 from cygnet.base.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
 from cygnet.base.messages import (
     AbortRequests,
     AddRequest,
+    CacheFlushed,
+    CacheInspected,
     EngineFailed,
     EngineInput,
     EngineOutput,
@@ -27,6 +30,7 @@ from cygnet.base.messages import (
     EngineStart,
     EngineStats,
     FlushCache,
+    InspectCache,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -119,7 +123,8 @@ class EngineProcess:
     """An engine in a process of its own. Implements `EngineClient`; made by `start`, or by `launch` and `load`.
 
     Invariants: `_streams` holds what is read by somebody, `_unfinished` those of them that the engine still works on,
-    as far as it has said; a failure, once set, stays, and every stream of then and later raises it.
+    as far as it has said; `_asked` holds what is asked and not answered, by ticket; a failure, once set,
+    stays, and every stream and question of then and later raises it.
     """
 
     def __init__(
@@ -141,6 +146,8 @@ class EngineProcess:
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []
+        self._asked: dict[int, asyncio.Future[CacheFlushed | CacheInspected]] = {}
+        self._num_asked = 0
 
     # ------------------------------------------------------------------- start
 
@@ -301,11 +308,33 @@ class EngineProcess:
                 request_id=request.request_id,
             )
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, *, store: bool = False) -> FlushReport:
         """See `EngineClient.flush_cache`."""
+        answer = await self._ask(FlushCache(store, self._new_ticket()))
+        assert isinstance(answer, CacheFlushed)
+        return answer.dropped
+
+    async def inspect_cache(self, limit: int) -> CacheReport:
+        """See `EngineClient.inspect_cache`."""
+        answer = await self._ask(InspectCache(limit, self._new_ticket()))
+        assert isinstance(answer, CacheInspected)
+        return answer.report
+
+    def _new_ticket(self) -> int:
+        self._num_asked += 1
+        return self._num_asked
+
+    async def _ask(self, question: FlushCache | InspectCache) -> CacheFlushed | CacheInspected:
+        """Send a question and wait for its answer, which comes between two steps."""
         if self._failure is not None:
             raise self._failure
-        self._send(FlushCache())
+        answer: asyncio.Future[CacheFlushed | CacheInspected] = asyncio.get_running_loop().create_future()
+        self._asked[question.ticket] = answer
+        try:
+            self._send(question)
+            return await answer
+        finally:
+            del self._asked[question.ticket]
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         """See `EngineClient.aclose`."""
@@ -379,6 +408,10 @@ class EngineProcess:
                     self._stats = stats
             case EngineFailed(message=words):
                 self._fail(EngineDeadError(f"the engine failed: {words}"))
+            case CacheFlushed(ticket) | CacheInspected(ticket):
+                answer = self._asked.get(ticket)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             case EngineReady() | EngineProgress():
                 pass
 
@@ -396,3 +429,6 @@ class EngineProcess:
             self._failed.set()
             for stream in self._streams.values():
                 stream.fail(failure)
+            for answer in self._asked.values():
+                if not answer.done():
+                    answer.set_exception(failure)

@@ -236,7 +236,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [num_tokens, hidden_size], as the model returns them."""
+        """Hidden states [rows, hidden_size], as the model returns them."""
         bucket = self._buckets.bucket_for(batch.num_requests)
         if bucket is None or not self._inputs.fits(batch):
             return self._model(batch)
@@ -247,7 +247,7 @@ class DecodeGraphs:
         if batch.gate is not None:
             batch.gate.wait_all()
         captured.graph.replay()
-        return captured.hidden[: batch.num_requests]
+        return captured.hidden[: batch.num_requests] if batch.wanted is None else captured.hidden[batch.wanted.rows]
 
     @torch.inference_mode()
     def _capture(self, device: GraphDevice, size: int) -> _Captured:

@@ -3,6 +3,9 @@
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from cygnet.base.cache_report import CacheReport, FlushReport
 from cygnet.base.errors import InvariantError
 from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
 from cygnet.base.sampling import SamplingParams
@@ -75,7 +78,11 @@ class LocalEngine:
         self._command_store()
         return outputs
 
-    def flush_cache(self, *, store: bool = False) -> int:
+    def inspect_cache(self, limit: int) -> CacheReport:
+        """What is cached where: see `EngineCore.inspect_cache`."""
+        return self.core.inspect_cache(limit, self._clock_ns())
+
+    def flush_cache(self, *, store: bool = False) -> FlushReport:
         """Drop what is cached: see `EngineCore.flush_cache`."""
         dropped = self.core.flush_cache(store=store)
         self._command_store()
@@ -172,7 +179,18 @@ class LocalEngine:
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine."""
-        return self.core.stats(last_step_tokens=self._last_tokens, last_step_ms=self._last_ms)
+        stats = self.core.stats(last_step_tokens=self._last_tokens, last_step_ms=self._last_ms)
+        if self._worker is None:
+            return stats
+        traffic = self._worker.traffic()
+        return msgspec.structs.replace(
+            stats,
+            store_read_bytes_total=traffic.bytes_read,
+            store_written_bytes_total=traffic.bytes_written,
+            store_fetch_seconds_total=traffic.fetch_seconds,
+            store_put_seconds_total=traffic.put_seconds,
+            store_hung_calls=traffic.num_lost,
+        )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], *, salt: str = ""

@@ -20,7 +20,7 @@ from cygnet.model.batch import ForwardBatch
 from cygnet.model.decoder import HybridModel
 
 Forward = Callable[[ForwardBatch], Tensor]
-"""From a step to the hidden states of its tokens, as `HybridModel` does it."""
+"""From a step to the hidden states of its wanted rows, as `HybridModel` does it."""
 
 
 class LaunchedStep:
@@ -167,11 +167,10 @@ class ModelRunner:
 
     def _run(self, inputs: StepInputs, gate: Gate | None) -> Tensor:
         """The forward pass; hidden states of the tokens that a next one is chosen after."""
-        batch, sampled = inputs.batch(self._pool, self._staging, window=self._window)
+        batch = inputs.batch(self._pool, self._staging, window=self._window)
         if gate is not None and gate.is_loading:
             batch = replace(batch, gate=gate)
-        hidden = self._forward(batch)
-        return hidden if sampled is None else hidden[sampled]
+        return self._forward(batch)
 
     def _take(self) -> None:
         self._pending = False

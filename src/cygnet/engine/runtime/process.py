@@ -21,12 +21,15 @@ from cygnet.base.errors import CygnetError, RequestError
 from cygnet.base.messages import (
     AbortRequests,
     AddRequest,
+    CacheFlushed,
+    CacheInspected,
     EngineFailed,
     EngineInput,
     EngineOutput,
     EngineProgress,
     EngineStart,
     FlushCache,
+    InspectCache,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -41,7 +44,7 @@ QUIET_MS = 2000
 log = logging.getLogger("cygnet.engine")
 
 
-Received = PreparedRequest | AbortRequests | FlushCache | Shutdown
+Received = PreparedRequest | AbortRequests | FlushCache | InspectCache | Shutdown
 
 
 class EngineLoop:
@@ -152,11 +155,20 @@ class EngineLoop:
                     self._refuse(message.message, error)
             case AbortRequests(request_ids):
                 self._outputs += self._engine.abort(request_ids)
-            case FlushCache(store):
-                log.info("cache flushed: %d blocks dropped", self._engine.flush_cache(store=store))
+            case FlushCache(store, ticket):
+                dropped = self._engine.flush_cache(store=store)
+                device, host = dropped.device_blocks, dropped.host_blocks
+                log.info("cache flushed: %d blocks dropped on the device, %d in host memory", device, host)
+                self._tell(CacheFlushed(ticket, dropped))
+            case InspectCache(limit, ticket):
+                self._tell(CacheInspected(ticket, self._engine.inspect_cache(limit)))
             case Shutdown(drain):
                 self._draining = drain
                 self._stopping = not drain
+
+    def _tell(self, message: EngineOutput) -> None:
+        """Say something that is not about requests, at once."""
+        self._socket.send(self._encoder.encode(message))
 
     def _refuse(self, message: AddRequest, error: RequestError) -> None:
         kind = type(error).__name__
@@ -173,7 +185,7 @@ class EngineLoop:
         else:
             self._stats_dirty = True
         outputs, self._outputs = self._outputs, []
-        self._socket.send(self._encoder.encode(StepOutputs(outputs, stats)))
+        self._tell(StepOutputs(outputs, stats))
 
 
 def _exit_with_parent() -> None:

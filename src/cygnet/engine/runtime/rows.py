@@ -29,8 +29,8 @@ class Row:
 class Rows:
     """A row per running request. What a step reads of every row lies in arrays, a line for each:
 
-        line   num_tokens  last  write_full_from  key_floor   full                swa
-        3             801    17                0          0   b7 b2 b9 b4 ...     --  --  s5  s1 ...     by block index
+        line   num_tokens  last  write_full_from  key_floor  exact_from   full             swa
+        3             801    17                0          0           0   b7 b2 b9 b4 ...  --  --  s5  s1 ...  by block
 
     A step of decodes thus costs a few gathers, however long the tables are, and new blocks are all that is written.
 
@@ -42,7 +42,8 @@ class Rows:
     def __init__(self) -> None:
         self._rows: dict[RequestId, Row] = {}
         self._free = list(range(FIRST_LINES))[::-1]
-        self.num_tokens, self.last, self.write_full_from, self.key_floor = (_zeros(FIRST_LINES) for _ in range(4))
+        self.num_tokens, self.last = (_zeros(FIRST_LINES) for _ in range(2))
+        self.write_full_from, self.key_floor, self.exact_from = (_zeros(FIRST_LINES) for _ in range(3))
         self.full, self.swa = (_zeros(FIRST_LINES, FIRST_BLOCKS) for _ in range(2))
 
     def __getitem__(self, request_id: RequestId) -> Row:
@@ -57,6 +58,7 @@ class Rows:
         self.last[row.line] = new.token_ids[-1]
         self.write_full_from[row.line] = new.write_full_from
         self.key_floor[row.line] = new.key_floor
+        self.exact_from[row.line] = new.exact_from
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request, if it is known."""
@@ -100,7 +102,7 @@ class Rows:
     def _more_lines(self) -> None:
         lines = len(self.last)
         self._free = list(range(lines, 2 * lines))[::-1]
-        for name in ("num_tokens", "last", "write_full_from", "key_floor", "full", "swa"):
+        for name in ("num_tokens", "last", "write_full_from", "key_floor", "exact_from", "full", "swa"):
             old = getattr(self, name)
             setattr(self, name, _grown(old, (2 * lines, *old.shape[1:])))
 
@@ -130,6 +132,7 @@ class Rows:
             ("prompt length", row.num_prompt_tokens == request.num_prompt_tokens),
             ("cached prefix", self.write_full_from[line] == kv.num_hit_blocks * block_size),
             ("key floor", self.key_floor[line] == kv.key_floor),
+            ("start of right SWA KV", self.exact_from[line] == kv.exact_from),
             ("full block table", self.full[line, :full].tolist() == kv.full_blocks),
             ("SWA block table", self.swa[line, live].tolist() == kv.swa_blocks[live]),
             ("output counts", row.sampling.counts_agree(tokens)),

@@ -20,6 +20,7 @@ from cygnet.engine.runtime.model_runner import Forward, ModelRunner
 from cygnet.engine.runtime.tier_setup import describe_tiers, plan_lower, start_tiers
 from cygnet.engine.runtime.waker import Waker
 from cygnet.engine.scheduler import SchedulerPolicy
+from cygnet.kv.inspect import tiers_of
 from cygnet.kv.manager import KVManager
 from cygnet.kv.policy import KVPolicy
 from cygnet.kv.runtime.device_pool import DevicePool
@@ -239,6 +240,7 @@ def describe(engine: LocalEngine, model: HybridModel, name: str, *, store: str =
         block_size=sizes.block_size,
         geometry=kv.geometry,
         stats=stats,
+        tiers=tiers_of(kv),
         summary=f"{name}, {dtype} on {model.device}: {shape}\n"
         f"KV cache {format_bytes(sizes.num_bytes(kv.geometry))}: {pools}; context up to {sizes.max_model_len} tokens"
         + describe_tiers(kv, store),

@@ -10,7 +10,7 @@ from cygnet.engine.plan import ScheduledRequest
 from cygnet.engine.runtime.rows import Row, Rows
 from cygnet.engine.runtime.step_device import Ints, Staging
 from cygnet.kv.runtime.device_pool import DevicePool
-from cygnet.model.batch import ForwardBatch, GroupBatch
+from cygnet.model.batch import ForwardBatch, GroupBatch, Wanted
 
 
 class StepInputs:
@@ -38,18 +38,18 @@ class StepInputs:
             owner = np.repeat(np.arange(len(requests)), count)
             self._token_lines = self._lines[owner]
             self._positions = np.arange(self.num_tokens) + (self._start - self.query_start[:-1])[owner]
-        sampling = [index for index, request in enumerate(requests) if request.sample]
-        self.sampled: list[tuple[RequestId, Row]] = [(requests[i].request_id, self._rows[i]) for i in sampling]
+        self._sampling = [index for index, request in enumerate(requests) if request.sample]
+        self.sampled: list[tuple[RequestId, Row]] = [(requests[i].request_id, self._rows[i]) for i in self._sampling]
         """Requests that get a token, in the step's order."""
-        self._sampled_tokens = self.query_start[1:][sampling] - 1
+        self._sampled_tokens = self.query_start[1:][self._sampling] - 1
 
     def num_outputs(self) -> list[int]:
         """How many output tokens each request of `sampled` has already."""
         known = self._all.num_tokens[[row.line for _, row in self.sampled]].tolist()
         return [count - row.num_prompt_tokens for count, (_, row) in zip(known, self.sampled, strict=True)]
 
-    def batch(self, pool: DevicePool, staging: Staging, *, window: int) -> tuple[ForwardBatch, torch.Tensor | None]:
-        """The step on the device; and which of its tokens [rows] to choose a next one after, `None` for all of them.
+    def batch(self, pool: DevicePool, staging: Staging, *, window: int) -> ForwardBatch:
+        """The step on the device; wanted are the tokens to choose a next one after.
 
         It refers to memory of `staging`, which serves one step at a time.
         """
@@ -72,11 +72,11 @@ class StepInputs:
             self._all.gather_swa(self._lines, first_swa, swa[1])
             self._put_slots(swa[0], self._all.swa, size)
         on_device = staging.upload()
-        all_sampled = len(self._sampled_tokens) == self.num_tokens
-        return self._batch(pool, on_device, first_swa), None if all_sampled else on_device[4]
+        return self._batch(pool, on_device, first_swa)
 
     def _batch(self, pool: DevicePool, tensors: Sequence[torch.Tensor], first_swa: Ints) -> ForwardBatch:
-        tokens, positions, full_slots, full_table, _, *swa = tensors
+        tokens, positions, full_slots, full_table, sampled, *swa = tensors
+        all_sampled = len(self._sampled_tokens) == self.num_tokens
         nothing = [0] * len(self._requests)
         return ForwardBatch(
             token_ids=tokens,
@@ -88,7 +88,17 @@ class StepInputs:
             swa=GroupBatch(swa[1], first_swa.tolist(), self._all.key_floor[self._lines].tolist(), swa[0], pool.swa)
             if pool.swa
             else None,
+            wanted=None if all_sampled else Wanted(self._sampling, sampled),
+            exact_from=self._exact_from() if pool.swa else None,
         )
+
+    def _exact_from(self) -> list[int] | None:
+        """From where on each request's SWA KV must be right, if a request of the step replays a window."""
+        every, lines = self._all, self._lines
+        rebuilt = every.exact_from[lines] > every.key_floor[lines]
+        if not (rebuilt & (self._start < every.write_full_from[lines])).any():
+            return None
+        return np.where(rebuilt, every.exact_from[lines], 0).tolist()
 
     def _put_tokens(self, out: Ints) -> None:
         """A request at its last token, which may be sampled, runs that one; the others run a part of what they were

@@ -141,10 +141,11 @@ class TransferEngine:
         layers: Sequence[tuple[GroupName, int]],
         *,
         bytes_per_s: float | None = None,
+        layer_wise: bool = True,
         mover: Mover | None = None,
     ) -> None:
-        """`layers`: group, and index in it, of each of the model's layers in their order. `bytes_per_s` slows all
-        copies down, for benchmarks that imitate a link. `mover` stands in for the pools' own."""
+        """`layers`: group, and index in it, of each of the model's layers in their order. `bytes_per_s` and
+        `layer_wise`: see `imitate`. `mover` stands in for the pools' own."""
         self._host = host
         self._mover = mover or mover_for(pool, host)
         self._layers = [(name, _GROUPS[name], index) for name, index in layers]
@@ -154,7 +155,7 @@ class TransferEngine:
         self._layer_bytes = {
             group: self._block_bytes[group] // max(1, shape.num_layers) for group, shape in shapes.items()
         }
-        self._pace = _Pace(bytes_per_s)
+        self.imitate(bytes_per_s=bytes_per_s, layer_wise=layer_wise)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # one at most: begin sees to it
         self._thread: threading.Thread | None = None
         self._current: _StepGate | None = None
@@ -187,7 +188,15 @@ class TransferEngine:
         else:
             self._start_thread()
             self._jobs.put(work)
+        if not self._layer_wise:
+            gate.wait_all()
         return gate
+
+    def imitate(self, *, bytes_per_s: float | None = None, layer_wise: bool = True) -> None:
+        """For benchmarks, between steps: copy no faster than a link of `bytes_per_s` would; without `layer_wise`, begin
+        no layer before all loads are done."""
+        self._pace = _Pace(bytes_per_s)
+        self._layer_wise = layer_wise
 
     def close(self) -> None:
         """End the thread, after the copies under way. May be called twice."""

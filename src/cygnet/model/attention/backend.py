@@ -27,7 +27,10 @@ class AttentionBackend(Protocol):
     """
 
     def plan(self, spec: AttentionSpec, batch: ForwardBatch, group: GroupBatch) -> AttentionPlan:
-        """Prepare a step for the layers of `group`, which agree with `spec` in KV shape and window."""
+        """Prepare a step for the layers of `group`, which agree with `spec` in KV shape and window.
+
+        There may be more slots than queries (`ForwardBatch.queries_wanted`).
+        """
 
     def attend(
         self,
@@ -41,8 +44,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Write the step's KV, then attend.
 
-        Shapes: `query` [num_tokens, num_heads, key_dim], `key` [num_tokens, num_kv_heads, key_dim], `value` with
-        value_dim, `sinks` [num_heads] or None; the result [num_tokens, num_heads, value_dim] in query's dtype.
+        Shapes: `query` [num_queries, num_heads, key_dim], `key` [num_slots, num_kv_heads, key_dim], `value` with
+        value_dim, `sinks` [num_heads] or None; the result [num_queries, num_heads, value_dim] in query's dtype.
         A token whose slot is -1 does not write, and the KV cached at its position is read in place of its own.
         """
 

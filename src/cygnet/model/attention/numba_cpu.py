@@ -40,6 +40,8 @@ class NumbaPlan:
     """What the kernels are told of a step's chunks and decodes."""
 
     slot_mapping: Tensor
+    write_first: bool
+    """Whether the KV of all tokens is written by a kernel of its own."""
     pieces: np.ndarray
     """int64 [pieces, FIELDS]: of the chunks, as the kernel documents them."""
     chunk_threads: int
@@ -59,7 +61,7 @@ class NumbaPlan:
     @property
     def arguments(self) -> tuple[int, dict[int, int]] | None:
         """Of the decode kernel, for `cpu.programs`; `None` for a step with chunks."""
-        if len(self.pieces) or not len(self.decodes):
+        if self.write_first or not len(self.decodes):
             return None
         return self.threads, {
             9: self.decodes.ctypes.data,
@@ -91,7 +93,8 @@ class NumbaBackend:
         pieces, cost = plan_pieces(spec, batch, group, several, num_threads())
         chunk_threads = 1 if cost * spec.key_dim <= CHUNKS_ALONE else min(num_threads(), len(pieces))
         chunk_scratch = scratch_floats(spec.key_dim, spec.value_dim, dtype.itemsize)
-        decodes, num_keys, longest = self._decodes(spec, batch, group, single, write=not several)
+        write_first = bool(several) or len(group.slot_mapping) > batch.query_start[-1]
+        decodes, num_keys, longest = self._decodes(spec, batch, group, single, write=not write_first)
         threads = 1 if num_keys * spec.num_kv_heads * spec.key_dim <= ALONE else num_threads()
         wanted = -(-longest * PARTS_PER_THREAD * threads // max(1, num_keys * spec.num_kv_heads))
         parts = 1 if threads == 1 else max(1, min(wanted, longest // KEYS_PER_PART))
@@ -101,6 +104,7 @@ class NumbaBackend:
         decode_scratch = pairs * parts * part_size + threads * per_thread if single else 0
         return NumbaPlan(
             slot_mapping=group.slot_mapping,
+            write_first=write_first,
             pieces=pieces,
             chunk_threads=chunk_threads,
             chunk_scratch=chunk_scratch,
@@ -129,8 +133,9 @@ class NumbaBackend:
         query, key = query.contiguous(), key.contiguous()
         if value.stride(2) != 1 or value.stride(1) != spec.value_dim:
             value = value.contiguous()
-        if len(plan.pieces):
+        if plan.write_first:
             self._write(key, value, plan, layer_kv)
+        if len(plan.pieces):
             self._chunks(spec, query, sinks, plan, layer_kv, out)
         if len(plan.decodes):
             self._decode(spec, query, key, value, sinks, plan, layer_kv, out)

@@ -91,16 +91,15 @@ def multiply_packed_bf16(p):
 def round_rows(x, rows, size, padded, rounded, scales):
     """Rows of `x` as int16 with a scale each, as fine as the sums of a segment allow; odd sizes are padded with 0.
 
-    `scales` fp32 [2, rows]: the scales, then the sums of sizes of x. A row with a NaN or infinity has the scale NaN.
+    A row with a NaN or infinity has the scale NaN.
     """
     most = np.float32(min(32767, MOST // min(padded, SEGMENT)))
     for r in range(rows):
         source, target = shift(x, r * size), shift(rounded, r * padded)
-        largest, strange, total = ZERO, ZERO, ZERO
+        largest, strange = ZERO, ZERO
         for i in range(size):
             value = load(source, i)
             largest = max(largest, abs(value))
-            total += abs(value)
             strange += value * ZERO
         largest = max(largest, TINY)
         factor = most / largest
@@ -109,7 +108,6 @@ def round_rows(x, rows, size, padded, rounded, scales):
         if padded > size:
             target[size] = 0
         store(scales, r, largest / most + strange)
-        store(scales, rows + r, total)
 
 
 @jit
@@ -123,46 +121,11 @@ def panel_in_segments(x, stride, weight, pairs, rows, sums, totals, ahead):
             store(totals, j, value if first == 0 else load(totals, j) + value)
 
 
-def with_i8_panels(finish):
-    """A kernel `(p, x, out)` that multiplies with panels of bytes, and gives each row's panel to `finish`.
-
-    p[2] `x` T [rows, in]; p[3] `weight` int8 panels of `padded` inputs; p[7] rows, p[8] out, p[9] in, p[10] padded;
-    p[11] panels per piece; p[12] scratch, p[13] bytes of it per thread: [sums | totals | scales, sums of rows | rows of
-    int16]. The rest is for `finish(p, out, row, panel, totals, scales)`: `totals` fp32 [PANEL] is the row times the
-    panel, both as rounded; `scales` as `round_rows` fills them.
-    """
-
-    @jit
-    def kernel(p, x, out):
-        rows, outs, size, padded, per_piece = p[7], p[8], p[9], p[10], p[11]
-        mine = p[12] + p[13] * take(p, 1)
-        sums, totals, scales = i32_at(mine), f32_at(mine + 4 * ROWS * PANEL), f32_at(mine + 8 * ROWS * PANEL)
-        rounded = mine + 8 * ROWS * PANEL + 8 * rows
-        round_rows(x, rows, size, padded, i16_at(rounded), scales)
-        pairs, panels = padded // 2, (outs + PANEL - 1) // PANEL
-        while True:
-            start = take(p, 0) * per_piece
-            if start >= panels:
-                break
-            end = min(start + per_piece, panels)
-            for panel in range(start, end):
-                ahead = PANEL * padded if panel + 1 < end else 0
-                weight = i8_at(p[3] + PANEL * padded * panel)
-                for row in range(0, rows, ROWS):
-                    count, line = min(ROWS, rows - row), row // ROWS % 2 * LINE
-                    some = i32_at(rounded + 2 * padded * row)
-                    panel_in_segments(some, pairs, weight, pairs, count, sums, totals, ahead + line)
-                    for r in range(count):
-                        finish(p, out, row + r, panel, shift(totals, r * PANEL), scales)
-
-    return kernel
-
-
 @jit
-def scale_and_add(p, y, row, panel, totals, scales):
-    """y = totals * scale + bias: p[4] scale fp32 [out]; p[5] bias fp32 [out] or 0; `y` T [rows, out]."""
+def scale_and_add(p, y, row, panel, totals, row_scale):
+    """y = totals * scale + bias, of a row's panel."""
     outs, first = p[8], panel * PANEL
-    width, out, row_scale = min(PANEL, outs - first), shift(y, row * outs + first), load(scales, row)
+    width, out = min(PANEL, outs - first), shift(y, row * outs + first)
     scale, bias = f32_at(p[4]), f32_at(p[5])
     if p[5] == 0:
         for j in range(width):
@@ -173,18 +136,45 @@ def scale_and_add(p, y, row, panel, totals, scales):
             store(out, j, value + load(bias, first + j))
 
 
-multiply_i8 = with_i8_panels(scale_and_add)
+@jit
+def multiply_i8(p, x, y):
+    """y = x W^T + bias with bytes.
+
+    p[2] `x` T [rows, in]; p[3] `weight` int8 panels of `padded` inputs; p[4] scale fp32 [out]; p[5] bias fp32 [out] or
+    0; p[6] `y` T [rows, out]; p[7] rows, p[8] out, p[9] in, p[10] padded; p[11] panels per piece; p[12] scratch, p[13]
+    bytes of it per thread: [sums | totals | scales | rows of int16].
+    """
+    rows, outs, size, padded, per_piece = p[7], p[8], p[9], p[10], p[11]
+    mine = p[12] + p[13] * take(p, 1)
+    sums, totals, scales = i32_at(mine), f32_at(mine + 4 * ROWS * PANEL), f32_at(mine + 8 * ROWS * PANEL)
+    rounded = mine + 8 * ROWS * PANEL + 4 * rows
+    round_rows(x, rows, size, padded, i16_at(rounded), scales)
+    pairs, panels = padded // 2, (outs + PANEL - 1) // PANEL
+    while True:
+        start = take(p, 0) * per_piece
+        if start >= panels:
+            break
+        end = min(start + per_piece, panels)
+        for panel in range(start, end):
+            ahead = PANEL * padded if panel + 1 < end else 0
+            weight = i8_at(p[3] + PANEL * padded * panel)
+            for row in range(0, rows, ROWS):
+                count, line = min(ROWS, rows - row), row // ROWS % 2 * LINE
+                some = i32_at(rounded + 2 * padded * row)
+                panel_in_segments(some, pairs, weight, pairs, count, sums, totals, ahead + line)
+                for r in range(count):
+                    scale_and_add(p, y, row + r, panel, shift(totals, r * PANEL), load(scales, row + r))
 
 
 @jit
 def round_panels(p, weight):
     """Bytes with a scale per output from a plain matrix: the largest weight of an output becomes 127 or -127.
 
-    p[2] `weight` T [out, in]; p[3] int8 panels; p[4] scale fp32 [out]; p[5] sum of an output's bytes' sizes fp32
-    [out]; p[6] out, p[7] in, p[8] padded; p[9] panels per piece.
+    p[2] `weight` T [out, in]; p[3] int8 panels; p[4] scale fp32 [out]; p[5] out, p[6] in, p[7] padded; p[8] panels per
+    piece.
     """
-    outs, size, padded, per_piece = p[6], p[7], p[8], p[9]
-    scale, weights = f32_at(p[4]), f32_at(p[5])
+    outs, size, padded, per_piece = p[5], p[6], p[7], p[8]
+    scale = f32_at(p[4])
     panels = (outs + PANEL - 1) // PANEL
     while True:
         start = take(p, 0) * per_piece
@@ -200,13 +190,11 @@ def round_panels(p, weight):
                 largest = TINY
                 for i in range(size):
                     largest = max(largest, abs(load(source, i)))
-                factor, total = LIMIT / largest, ZERO
+                factor = LIMIT / largest
                 for i in range(size):
                     value = np.rint(load(source, i) * factor)
                     target[i // 2 * 2 * PANEL + 2 * j + i % 2] = np.int8(value)
-                    total += abs(value)
                 store(scale, out, largest / LIMIT)
-                store(weights, out, total)
 
 
 def multiply_i8_bf16(p):

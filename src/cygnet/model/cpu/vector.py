@@ -1,12 +1,13 @@
-"""Sixteen lanes at a time, where the compiler finds no such instruction: pairs of bf16 or int16, multiplied and added.
+"""Sixteen lanes at a time, where the compiler finds no such instruction: pairs of bf16 or int16, or fours of bytes,
+multiplied and added.
 
 Weights lie in panels of 64 outputs, as oneDNN packs them for bf16:
 
     panel 0: inputs 0, 1 of outputs 0 ... 63 | inputs 2, 3 of outputs 0 ... 63 | ...     panel 1: outputs 64 ... 127
 
 so that one load of 16 words of 32 bits holds two inputs of 16 outputs, and a pair of activations is broadcast to all
-lanes. On x86 with AVX-512 a step is one `vdpbf16ps` or `vpdpwssd`; elsewhere it is spelled out, and the compiler makes
-of it what the machine has.
+lanes. Bytes that meet bytes lie alike, four inputs to a word. On x86 with AVX-512 a step is one `vdpbf16ps`, `vpdpwssd`
+or `vpdpbusd`; elsewhere it is spelled out, and the compiler makes of it what the machine has.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ _VECTORS = PANEL // LANES
 llvmlite.binding.initialize_native_asmparser()  # what `_instruction` writes is read by it
 
 Dot = Callable[[Any, Any, Any, Any], Any]
-"""(builder, sums, pairs of weights, pairs of activations) -> sums"""
+"""(builder, sums, words of weights, words of activations) -> sums"""
 
 
 def _has(feature: str) -> bool:
@@ -80,8 +81,18 @@ def dot_i16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
     return sums
 
 
+def dot_u8_plain(builder: Any, sums: Any, weights: Any, quad: Any) -> Any:
+    """Bytes of weights, without a sign, and of activations, with one, widened to 32 bits: four products."""
+    for byte in range(4):
+        weight = builder.and_(builder.lshr(weights, _number(8 * byte)), _number(0xFF))
+        signed = builder.ashr(builder.shl(quad, _number(24 - 8 * byte)), _number(24))
+        sums = builder.add(sums, builder.mul(weight, signed))
+    return sums
+
+
 dot_bf16: Dot = _instruction("vdpbf16ps", _FLOATS) if _has("avx512bf16") else dot_bf16_plain
 dot_i16: Dot = _instruction("vpdpwssd", _WORDS) if _has("avx512vnni") else dot_i16_plain
+dot_u8: Dot = _instruction("vpdpbusd", _WORDS) if _has("avx512vnni") else dot_u8_plain
 
 
 def counted_loop(builder: Any, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> Any:
@@ -113,8 +124,8 @@ def vector_at(builder: Any, pointer: Any, index: Any, kind: ir.VectorType) -> An
     return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
 
 
-def _weights_bf16(builder: Any, weight: Any, index: Any, vector: int) -> Any:
-    """Pairs `index` of 16 outputs; `weight` points at 32-bit words."""
+def _weight_words(builder: Any, weight: Any, index: Any, vector: int) -> Any:
+    """Words `index` of 16 outputs: pairs of bf16 or four bytes; `weight` points at 32-bit words."""
     start = builder.add(builder.mul(index, ir.Constant(_LONG, PANEL)), ir.Constant(_LONG, vector * LANES))
     return builder.load(vector_at(builder, weight, start, _WORDS), align=4)
 
@@ -135,13 +146,26 @@ def ask_for(builder: Any, address: Any, offset: Any) -> None:
     builder.call(function, [builder.gep(address, [offset]), *options])
 
 
-def panel_product(
-    rows: int, dot: Dot, load_weights: Callable[[Any, Any, Any, int], Any], lane: Any, step_bytes: int
-) -> Any:
-    """An intrinsic (x, stride, weight, pairs, sums, ahead): sums[r, j] = x[r] . output j of the panel, for `rows` rows.
+def add_rows(
+    builder: Any, dot: Dot, x: Any, stride: Any, index: Any, weights: Sequence[Any], totals: Sequence[Any]
+) -> list[Any]:
+    """totals[row, vector] + word x[row * stride + index] . weights[vector]"""
+    results = []
+    for row in range(len(totals) // _VECTORS):
+        place = builder.add(builder.mul(stride, ir.Constant(_LONG, row)), index)
+        word = splat(builder, builder.load(builder.gep(x, [place])), _WORDS)
+        for vector, weight in enumerate(weights):
+            results.append(dot(builder, totals[row * _VECTORS + vector], weight, word))
+    return results
 
-    `x` points at pairs (32 bits), `stride` of them from row to row; `sums` [rows, PANEL]. With each step one cache line
-    is asked for that lies `ahead` bytes behind what the step reads.
+
+def panel_product(
+    rows: int, dot: Dot, load_weights: Callable[[Any, Any, Any, int], Any], lane: Any, step_bytes: int, lines: int = 1
+) -> Any:
+    """An intrinsic (x, stride, weight, words, sums, ahead): sums[r, j] = x[r] . output j of the panel, for `rows` rows.
+
+    `x` points at words of 32 bits, `stride` of them from row to row; `sums` [rows, PANEL]. With each step a cache line
+    is asked for that lies `ahead` bytes behind what the step reads; `lines` of them, evenly over what it reads.
     """
     kind = ir.VectorType(lane, LANES)
 
@@ -149,19 +173,14 @@ def panel_product(
     def product(typing_context: Any, x: Any, stride: Any, weight: Any, pairs: Any, sums: Any, ahead: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, stride, weight, pairs, sums, ahead = args
-            lines = builder.gep(builder.bitcast(weight, ir.IntType(8).as_pointer()), [ahead])
-            starts = [builder.mul(stride, ir.Constant(_LONG, row)) for row in range(rows)]
+            later = builder.gep(builder.bitcast(weight, ir.IntType(8).as_pointer()), [ahead])
 
             def step(index: Any, totals: list[Any]) -> list[Any]:
                 weights = [load_weights(builder, weight, index, vector) for vector in range(_VECTORS)]
-                totals = list(totals)
-                ask_for(builder, lines, builder.mul(index, ir.Constant(_LONG, step_bytes)))
-                for row in range(rows):
-                    pair = splat(builder, builder.load(builder.gep(x, [builder.add(starts[row], index)])), _WORDS)
-                    for vector in range(_VECTORS):
-                        at = row * _VECTORS + vector
-                        totals[at] = dot(builder, totals[at], weights[vector], pair)
-                return totals
+                for line in range(lines):
+                    start = ir.Constant(_LONG, line * step_bytes // lines)
+                    ask_for(builder, later, builder.add(builder.mul(index, ir.Constant(_LONG, step_bytes)), start))
+                return add_rows(builder, dot, x, stride, index, weights, totals)
 
             zero = ir.Constant(kind, [0] * LANES)
             totals = counted_loop(builder, pairs, [zero] * (rows * _VECTORS), step)
@@ -176,9 +195,107 @@ def panel_product(
 
 def bf16_panel(rows: int, dot: Dot = dot_bf16) -> Any:
     """`panel_product` of bf16 and bf16; `weight` int32*, `sums` float32*."""
-    return panel_product(rows, dot, _weights_bf16, _FLOAT, 4 * PANEL)
+    return panel_product(rows, dot, _weight_words, _FLOAT, 4 * PANEL)
 
 
 def i8_panel(rows: int, dot: Dot = dot_i16) -> Any:
     """`panel_product` of int16 and int8; `weight` int8*, `sums` int32*."""
     return panel_product(rows, dot, _weights_i8, _WORD, 2 * PANEL)
+
+
+def u8_panel(rows: int, dot: Dot = dot_u8) -> Any:
+    """`panel_product` of fours of int8 (x) and uint8; `weight` int32*, `sums` int32*."""
+    return panel_product(rows, dot, _weight_words, _WORD, 4 * PANEL, lines=2)
+
+
+def u8_listed(rows: int, dot: Dot = dot_u8) -> Any:
+    """An intrinsic (x, stride, weight, words, listed, sums): as `u8_panel`, but word n of a row of `x` meets word
+    listed[n] (int64*) of the outputs, and nothing is asked for."""
+
+    @intrinsic
+    def product(typing_context: Any, x: Any, stride: Any, weight: Any, words: Any, listed: Any, sums: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            x, stride, weight, words, listed, sums = args
+
+            def step(index: Any, totals: list[Any]) -> list[Any]:
+                found = builder.load(builder.gep(listed, [index]))
+                weights = [_weight_words(builder, weight, found, vector) for vector in range(_VECTORS)]
+                return add_rows(builder, dot, x, stride, index, weights, totals)
+
+            totals = counted_loop(builder, words, [_number(0)] * (rows * _VECTORS), step)
+            for at, total in enumerate(totals):
+                builder.store(total, vector_at(builder, sums, ir.Constant(_LONG, at * LANES), _WORDS), align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, stride, weight, words, listed, sums), generate
+
+    return product
+
+
+def _larger(builder: Any, one: Any, other: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+
+def _largest_lane(builder: Any, value: Any) -> Any:
+    """The largest of a vector's lanes."""
+    for width in (8, 4, 2, 1):
+        order = ir.Constant(_WORDS, [(lane + width) % LANES for lane in range(LANES)])
+        value = _larger(builder, value, builder.shuffle_vector(value, value, order))
+    return builder.extract_element(value, ir.Constant(_WORD, 0))
+
+
+@intrinsic
+def bound_panel(
+    typing_context: Any, sums: Any, high_sums: Any, biases: Any, figures: Any, stride: Any, of_row: Any, apart: Any,
+    upper: Any, lower_end: Any, upper_end: Any,
+) -> Any:  # fmt: skip
+    """A row's logits of a panel, each with how far it may be off: their upper ends, and the largest of both ends.
+
+    value = (sums - biases[0] + 256 * (high_sums - biases[1])) * scale * step
+    error = min(scale * size, off * length) + norm * lost
+
+    `sums`, `high_sums` int32 [PANEL], `biases` int32 [2]; `figures` fp32, `stride` apart: scale, off, norm [PANEL];
+    `of_row` fp32, `apart` apart: step, size, length, lost. To `upper` fp32 [PANEL]; `lower_end`, `upper_end` fp32.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, high_sums, biases, figures, stride, of_row, apart, upper, lower_end, upper_end = args
+        fused = ("contract",)
+
+        def number(pointer: Any, index: Any, kind: Any) -> Any:
+            return splat(builder, builder.load(builder.gep(pointer, [index])), kind)
+
+        def whole(pointer: Any, vector: int, bias: Any) -> Any:
+            place = vector_at(builder, pointer, ir.Constant(_LONG, vector * LANES), _WORDS)
+            return builder.sitofp(builder.sub(builder.load(place, align=4), bias), _FLOATS)
+
+        low_bias, high_bias = (number(biases, ir.Constant(_LONG, i), _WORDS) for i in range(2))
+        step, size, length, lost = (
+            number(of_row, builder.mul(apart, ir.Constant(_LONG, i)), _FLOATS) for i in range(4)
+        )
+        lowest, highest = [], []
+        for vector in range(_VECTORS):
+            at = ir.Constant(_LONG, vector * LANES)
+            scale, off, norm = (
+                builder.load(
+                    vector_at(builder, figures, builder.add(builder.mul(stride, ir.Constant(_LONG, i)), at), _FLOATS),
+                    align=4,
+                )
+                for i in range(3)
+            )
+            high = builder.fmul(whole(high_sums, vector, high_bias), ir.Constant(_FLOATS, [256.0] * LANES), flags=fused)
+            value = builder.fadd(whole(sums, vector, low_bias), high, flags=fused)
+            value = builder.fmul(value, builder.fmul(scale, step))
+            by_size, by_length = builder.fmul(scale, size), builder.fmul(off, length)
+            error = builder.select(builder.fcmp_ordered("<", by_length, by_size), by_length, by_size)
+            error = builder.fadd(error, builder.fmul(norm, lost, flags=fused), flags=fused)
+            ends = builder.fsub(value, error), builder.fadd(value, error)
+            builder.store(ends[1], vector_at(builder, upper, at, _FLOATS), align=4)
+            lowest.append(ends[0])
+            highest.append(ends[1])
+        for vectors, end in ((lowest, lower_end), (highest, upper_end)):
+            most = _larger(builder, _larger(builder, *vectors[:2]), _larger(builder, *vectors[2:]))
+            builder.store(_largest_lane(builder, most), end)
+        return context.get_dummy_value()
+
+    return types.void(sums, high_sums, biases, figures, stride, of_row, apart, upper, lower_end, upper_end), generate

@@ -1,0 +1,8 @@
+"""Simulator and planner: the real scheduler and cache on an imagined machine.
+
+model_facts, model_config, model_table  ->  what a model weighs, caches and computes
+hardware, cost                          ->  how long a step of it takes
+planner                                 ->  what fits where
+sessions, traces, agents, prompts       ->  what is asked
+events, worker, cluster, results        ->  what comes of it
+"""

@@ -1,0 +1,187 @@
+"""How long a step takes: a roofline per kind of layer.
+
+    time = sum over kinds of layers x max(FLOPs / rate, bytes / bandwidth) + collectives + overhead
+
+A kind is bound by whichever of the two takes longer. What is summed is one accelerator's share of one attention rank.
+Data-parallel ranks share their experts; the model takes all ranks of a replica to run as many tokens at the same time,
+which is kind to fleets whose ranks are loaded unevenly: waiting for one another is not in it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from cygnet.engine.plan import StepPlan
+from cygnet.sim.hardware import HardwareProfile
+from cygnet.sim.model_facts import AttentionFacts, ModelFacts, attended_pairs
+
+
+class CostModel(Protocol):
+    """Says how long a plan's forward pass takes."""
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """Whole nanoseconds, at least 1. The same plan always takes as long."""
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """A fixed time per step and per token: for what is to be computed by hand."""
+
+    per_step_ns: int
+    per_token_ns: int = 0
+
+    def step_ns(self, plan: StepPlan) -> int:
+        return self.per_step_ns + self.per_token_ns * plan.num_tokens
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step is to do, as far as its time depends on it."""
+
+    tokens: int
+    """Through all layers."""
+    sampled: int
+    """Whose logits are needed."""
+    requests: tuple[tuple[int, int], ...]
+    """Start and number of tokens of each request."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "Load":
+        requests = tuple((request.start, request.num_tokens) for request in plan.requests)
+        sampled = sum(request.sample for request in plan.requests)
+        return cls(sum(count for _, count in requests), sampled, requests)
+
+
+class _Group:
+    """One group's attention on one rank: FLOPs and bytes as factors of pairs and tokens read."""
+
+    def __init__(self, facts: AttentionFacts, kv_bytes: int, tp: int) -> None:
+        self.layers = facts.num_layers
+        self.limit = facts.limit
+        self.window = facts.window
+        self.index = facts.index
+        heads = facts.num_heads / tp * 2
+        self.prefill_flops = heads * (facts.score_dim + facts.mix_dim)
+        self.decode_flops = heads * (facts.decode_score_dim + facts.decode_mix_dim)
+        geometry = facts.geometry(kv_bytes, tp)
+        self.token_bytes = geometry.token_bytes / max(1, geometry.num_layers)
+        self.index_bytes = self.index_flops = 0.0
+        if facts.index:
+            self.index_bytes = self.token_bytes * facts.index.dim / facts.key_dim
+            self.token_bytes -= self.index_bytes
+            self.index_flops = 2.0 * facts.index.num_heads * facts.index.dim / tp
+
+    def work(self, requests: tuple[tuple[int, int], ...]) -> tuple[float, float]:
+        """FLOPs and bytes of one layer."""
+        decode_pairs = prefill_pairs = read = all_pairs = all_read = 0
+        limit = self.limit
+        for start, count in requests:
+            end = start + count
+            if count == 1:
+                seen = end if limit is None or end < limit else limit
+                decode_pairs += seen
+                read += seen
+            else:
+                prefill_pairs += attended_pairs(start, count, limit)
+                # A chunk of a sparse model reads what any of its queries chose: nearly all of it.
+                read += end if self.window is None else min(end, count + self.window)
+            all_read += end
+            if self.index:
+                all_pairs += attended_pairs(start, count)
+        flops = decode_pairs * self.decode_flops + prefill_pairs * self.prefill_flops + all_pairs * self.index_flops
+        return flops, read * self.token_bytes + all_read * self.index_bytes
+
+
+class RooflineCost:
+    """Steps of one attention rank of `tp` accelerators whose experts are spread over `ep`.
+
+    `imbalance` is the most loaded accelerator's share of expert work over the mean: 1 / 0.85 as the article measures it
+    without any balancing (§4.3).
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        hardware: HardwareProfile,
+        *,
+        tp: int = 1,
+        ep: int = 1,
+        kv_bytes: int = 2,
+        imbalance: float = 1 / 0.85,
+    ) -> None:
+        self._facts, self._hardware = facts, hardware
+        self._tp, self._ep, self._imbalance = tp, max(ep, tp) if facts.moe else tp, imbalance
+        self._groups = [_Group(group, kv_bytes, tp) for group in facts.groups]
+        weights = facts.weight_bytes
+        self._flops_16 = hardware.flops_16bit * hardware.flops_efficiency
+        self._flops_8 = hardware.flops_8bit * hardware.flops_efficiency
+        self._attention_rate = hardware.flops_16bit * hardware.attention_efficiency
+        self._bandwidth = hardware.memory_bandwidth * hardware.bandwidth_efficiency
+        self._products = [
+            (group.num_layers, parameters / tp, each)
+            for group in facts.groups
+            for parameters, each in (
+                (group.parameters_in, weights.attention_in),
+                (group.parameters_out, weights.attention_out),
+            )
+        ]
+        if facts.dense_layers:
+            self._products.append((facts.dense_layers, facts.dense_parameters / tp, weights.mlp))
+        if facts.moe and facts.moe.shared_parameters:
+            self._products.append((facts.moe.num_layers, facts.moe.shared_parameters / tp, weights.mlp))
+
+    def step_ns(self, plan: StepPlan) -> int:
+        return self.load_ns(Load.of(plan))
+
+    def load_ns(self, load: Load) -> int:
+        """The time of a step that does `load`."""
+        seconds = sum(self.parts(load).values())
+        return max(1, math.ceil(seconds * 1e9))
+
+    def parts(self, load: Load) -> dict[str, float]:
+        """Seconds by what they are spent on."""
+        facts, tokens = self._facts, load.tokens
+        attention = 0.0
+        for group in self._groups:
+            flops, read = group.work(load.requests)
+            attention += group.layers * max(flops / self._attention_rate, read / self._bandwidth)
+        products = sum(layers * self._product(tokens, parameters, each) for layers, parameters, each in self._products)
+        head = facts.vocab_size * facts.hidden_size / self._tp
+        return {
+            "attention": attention,
+            "projections and dense MLPs": products,
+            "experts": self._experts(tokens),
+            "head": self._product(load.sampled, head, facts.weight_bytes.embedding) if load.sampled else 0.0,
+            "collectives": self._collectives(tokens),
+            "overhead": self._hardware.step_overhead_ns / 1e9,
+        }
+
+    def _product(self, tokens: float, parameters: float, each: float) -> float:
+        rate = self._flops_8 if each <= 1.0 else self._flops_16
+        return max(2.0 * tokens * parameters / rate, parameters * each / self._bandwidth)
+
+    def _experts(self, tokens: int) -> float:
+        moe = self._facts.moe
+        if moe is None:
+            return 0.0
+        each = self._facts.weight_bytes.experts
+        ranks = self._ep / self._tp
+        rate = self._flops_8 if each <= 1.0 else self._flops_16
+        flops = 2.0 * tokens * ranks * moe.top_k * moe.expert_parameters / self._ep * self._imbalance
+        touched = moe.num_experts / self._ep * (1.0 - (1.0 - moe.top_k / moe.num_experts) ** (tokens * ranks))
+        return moe.num_layers * max(flops / rate, touched * moe.expert_parameters * each / self._bandwidth)
+
+    def _collectives(self, tokens: int) -> float:
+        """All-reduces of layers split over `tp` (two each), and the way to the experts and back (8 and 16 bits)."""
+        facts, hardware = self._facts, self._hardware
+        seconds = 0.0
+        if self._tp > 1:
+            link = hardware.link_bandwidth * hardware.link_efficiency
+            moved = 2 * (self._tp - 1) / self._tp * tokens * facts.hidden_size * 2
+            seconds += 2 * facts.num_layers * (moved / link + hardware.collective_ns / 1e9)
+        if facts.moe and self._ep > self._tp:
+            inside = self._ep <= hardware.per_node
+            link = (hardware.link_bandwidth if inside else hardware.network_bandwidth) * hardware.link_efficiency
+            moved = tokens / self._tp * facts.moe.top_k * facts.hidden_size * 3 * (1 - 1 / self._ep)
+            seconds += facts.moe.num_layers * (moved / link + 2 * hardware.collective_ns / 1e9)
+        return seconds
