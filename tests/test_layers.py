@@ -26,7 +26,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "encoder": ("base",),
     "encoder.runtime": ("base", "metrics", "encoder", "model"),
     "gcache": ("base", "metrics", "kv"),
-    "gcache.runtime": ("base", "metrics", "kv", "gcache"),
+    # The disk tier is the embedded disk store under other keys, and I/O threads are its team.
+    "gcache.runtime": ("base", "metrics", "kv", "kv.runtime.disk_store", "kv.runtime.memory", "gcache"),
     # The router scores cached prefixes with the code that caches them, but owns no schedule.
     "router": ("base", "metrics", "kv"),
     "router.runtime": ("base", "metrics", "kv", "router"),

@@ -24,6 +24,7 @@ VERBS = (
     ["version"],
     [],
 )
+GCACHE_VERBS = (["gcache"], *(["gcache", verb] for verb in ("serve", "stat", "get", "put", "bench")))
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -39,7 +40,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert run.stdout.rstrip().endswith("LOADED []")
 
 
-@pytest.mark.parametrize("verb", VERBS, ids="-".join)
+@pytest.mark.parametrize("verb", [*VERBS, *GCACHE_VERBS], ids="-".join)
 def test_help_fits_a_screen(invoke: Any, verb: list[str]) -> None:
     result = invoke(*verb, "--help")
     lines = result.output.splitlines()

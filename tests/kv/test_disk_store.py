@@ -76,6 +76,23 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     store.close()
 
 
+def test_lengths_are_told_without_reading(tmp_path: Path) -> None:
+    """Of objects that are there, also after a restart; of a closed store, none."""
+    store = small_store(tmp_path)
+    put(store, key(1), num_bytes=5000)
+    put(store, key(2), num_bytes=9001)
+    assert store.lengths([key(1), key(3), key(2)]) == [5000, None, 9001]
+    store.remove([key(1)])
+    assert store.lengths([key(1)]) == [None]
+    with pytest.raises(ValueError):
+        store.lengths([b"short"])  # type: ignore[list-item]
+    store.close()
+    assert store.lengths([key(2)]) == [None]
+    again = small_store(tmp_path)
+    assert again.lengths([key(2)]) == [9001]
+    again.close()
+
+
 def test_cold_objects_are_read_from_the_disk(tmp_path: Path) -> None:
     """Past the page cache, into aligned and unaligned memory."""
     store = small_store(tmp_path, 64 * MIB, segment_bytes=8 * MIB, io_threads=3)

@@ -103,7 +103,7 @@ def test_specs(spec: str, expected: tuple[str, str]) -> None:
     assert split_spec(spec) == expected
 
 
-@pytest.mark.parametrize("spec", ["gcache:somewhere", "dsik:/data", "kv:20GiB", ""])
+@pytest.mark.parametrize("spec", ["nowhere:somewhere", "dsik:/data", "kv:20GiB", ""])
 def test_specs_that_name_no_store(spec: str) -> None:
     with pytest.raises(ConfigError, match="store"):
         open_store(spec)

@@ -11,6 +11,7 @@ from cygnet.cli.cache import cache_app
 from cygnet.cli.chat import chat
 from cygnet.cli.config import config_app
 from cygnet.cli.doctor import doctor
+from cygnet.cli.gcache import gcache_app
 from cygnet.cli.plan import plan
 from cygnet.cli.serve import serve
 from cygnet.cli.simulate import simulate
@@ -54,6 +55,7 @@ app.command()(plan)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
+app.add_typer(gcache_app, name="gcache")
 app.command()(doctor)
 app.command()(version)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+import cygnet.gcache.runtime.store  # noqa: F401  registers "gcache"
 from cygnet.base.config import Config, check_host_cache
 from cygnet.base.geometry import KVGeometry
 from cygnet.base.units import format_bytes

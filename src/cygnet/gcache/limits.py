@@ -1,0 +1,30 @@
+"""What a server accepts, and a client sends. Pure."""
+
+from dataclasses import dataclass
+
+MAX_NAMESPACE_BYTES = 255
+MAX_KEY_BYTES = 4096
+MAX_VALUE_BYTES = 64 << 30
+MAX_BATCH = 4096
+"""Keys in one frame."""
+MAX_META_BYTES = 16 << 20
+MAX_FRAME_BYTES = 1 << 30
+"""Values in one frame; larger ones are sent in slices."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server accepts; never more than the protocol's own limits above."""
+
+    max_key_bytes: int = 1024
+    max_value_bytes: int = 1 << 30
+    max_connections: int = 256
+    frame_timeout_s: float = 30.0
+    """A frame that has begun must have arrived, and an answer must have left, within this time."""
+    upload_timeout_s: float = 60.0
+    """A value sent in slices must be complete this long after its first slice."""
+    max_uploads: int = 256
+    lease_s: float = 5.0
+    """How long a view of the arena is safe from reuse."""
+    max_leased_fraction: float = 0.5
+    """Part of the arena that views may keep in place."""

@@ -1,0 +1,11 @@
+"""GCache's server, clients and store backend.
+
+    shared_memory  the arena's file        wire        sockets, frames, values in and out
+    disk_tier      records on a disk       channel     one connection of a client
+    cache          both tiers, one lock    lanes       a batch cut into frames, over several connections
+    connection     one client, served      views       the arena, seen from another process
+    server         all of them             client      the SDK: batches over servers
+    metrics        Prometheus              store       the engine's store tier
+
+`docs/gcache.md` is for operators, `docs/gcache-protocol.md` describes the bytes.
+"""

@@ -1,0 +1,312 @@
+"""A client's connections to one server: made when needed, kept, bounded in number, given up when the server fails."""
+
+import itertools
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cygnet.base.errors import CygnetError
+from cygnet.gcache.breaker import Breaker
+from cygnet.gcache.limits import MAX_BATCH
+from cygnet.gcache.protocol import (
+    ANSWER_MAGIC,
+    HEAD_BYTES,
+    PROTOCOL_VERSION,
+    FrameHead,
+    Op,
+    ProtocolError,
+    Status,
+    pack_request,
+)
+from cygnet.gcache.runtime.greeting import Hello, ServerInfo
+from cygnet.gcache.runtime.shared_memory import attach
+from cygnet.gcache.runtime.views import MappedArena
+from cygnet.gcache.runtime.watchdog import Watchdog
+from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Wire
+
+CONNECT_TIMEOUT_S = 1.0
+LEAST_BUDGET_S = 0.01
+"""A call that was given less time than this, and did not end in it, says nothing about the server."""
+IDLE_CHECK_S = 0.01
+"""A connection unused for longer is looked at before it is used: the server may have been restarted."""
+MAX_UNIX_CONNECTIONS = 4
+
+
+class GCacheError(CygnetError):
+    """A server refuses this client: a wrong token, another protocol, too many connections."""
+
+
+class UnavailableError(ConnectionError):
+    """The server has failed lately, and is left alone for a while."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is, and what it is called in placement."""
+
+    host: str
+    port: int
+    id: str = ""
+    group: str = ""
+    weight: int = 100
+
+    @property
+    def name(self) -> str:
+        """Its id; HOST:PORT if it was given none."""
+        return self.id or f"{self.host}:{self.port}"
+
+
+class Channel:
+    """One connection, used by one thread at a time. Answers come in the order of requests."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, wire: Wire, info: ServerInfo, arena: MappedArena | None, epoch: int) -> None:
+        self.wire = wire
+        self.info = info
+        self.arena = arena
+        """The server's arena, if this connection may ask for views of it."""
+        self.used_at = time.monotonic()
+        self._epoch = epoch
+        self._released: deque[int] = deque(maxlen=MAX_BATCH)
+        """Leases to give back; of more than that the oldest end by themselves."""
+
+    def send(
+        self, op: Op, meta: bytes = b"", *, count: int = 0, flags: int = 0, body: "Sequence[memoryview]" = ()
+    ) -> int:
+        """Send a request; returns its id."""
+        request_id = next(self._ids)
+        budget_ms = min(max(1, int((self.wire.deadline - time.monotonic()) * 1000)), (1 << 32) - 1)
+        request = pack_request(
+            op,
+            request_id,
+            meta,
+            count=count,
+            flags=flags,
+            epoch=self._epoch,
+            budget_ms=budget_ms,
+            body_bytes=sum(map(len, body)),
+        )
+        self.wire.send([request, *body])
+        return request_id
+
+    def receive(self, request_id: int, op: Op, expected_meta: int = 0) -> tuple[FrameHead, bytes]:
+        """Head and meta of the answer to that request; the body, if any, comes next."""
+        head = self.wire.read_head(HEAD_BYTES + expected_meta)
+        if head.code == Status.BUSY:
+            raise GCacheError(f"gcache server refuses: {self._text(head)}")
+        if head.request_id != request_id or head.op != op:
+            raise ProtocolError(f"an answer to request {head.request_id} where {request_id} was expected")
+        if head.code in (Status.BAD_REQUEST, Status.DENIED):
+            raise GCacheError(f"gcache server refuses: {self._text(head)}")
+        if head.code != Status.OK:
+            raise GCacheError(f"gcache server is in epoch {head.epoch}, this client in epoch {self._epoch}")
+        return head, self.wire.read_bytes(head.meta_bytes)
+
+    def call(self, op: Op, meta: bytes = b"", *, count: int = 0, flags: int = 0, expected: int = 1024) -> bytes:
+        """A request and its answer, neither with a body. So many `expected` bytes are read with the head."""
+        head, answer = self.receive(self.send(op, meta, count=count, flags=flags), op, expected)
+        if head.body_bytes:
+            raise ProtocolError(f"an answer to {op.name} with a body")
+        return answer
+
+    def give_back(self, lease: int) -> None:
+        """A view is not used any more; the server hears of it with the next request for views."""
+        self._released.append(lease)
+
+    def take_released(self) -> list[int]:
+        """Leases to give back now."""
+        return [self._released.popleft() for _ in range(len(self._released))]
+
+    def looks_open(self) -> bool:
+        """Whether the peer has not closed it meanwhile, and has sent nothing unasked."""
+        if time.monotonic() - self.used_at < IDLE_CHECK_S:
+            return True
+        try:
+            self.wire.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _text(self, head: FrameHead) -> str:
+        return self.wire.read_bytes(head.meta_bytes).decode(errors="replace")
+
+
+class Peer:
+    """One server, as a client sees it. Thread-safe."""
+
+    def __init__(
+        self, address: Address, *, token: str, max_connections: int, same_host: bool, epoch: int, watchdog: Watchdog
+    ) -> None:
+        self.address = address
+        self.max_connections = max_connections
+        self._watchdog = watchdog
+        self._token = token
+        self._epoch = epoch
+        self._lock = threading.Lock()
+        self._breaker = Breaker()
+        self._closed = False
+        self._idle: dict[bool, list[Channel]] = {False: [], True: []}
+        self._in_use = {False: 0, True: 0}
+        """Connections by kind: TCP, unix."""
+        self._returned = threading.Condition(self._lock)
+        self._may_map = same_host
+        self._info: ServerInfo | None = None
+        self._arena: MappedArena | None = None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it has failed lately."""
+        return self._breaker.is_open
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether its arena can be mapped here, as far as is known without asking it."""
+        return self._may_map and (self._info is None or self._arena is not None)
+
+    def is_local(self, deadline: float) -> bool:
+        """Whether its arena can be mapped here. Connects to find out, the first time."""
+        if not self._may_map:
+            return False
+        if self._info is None:
+            with self.channel(deadline):
+                pass
+        return self._arena is not None
+
+    @contextmanager
+    def channel(self, deadline: float, *, unix: bool = False) -> Iterator[Channel]:
+        """A connection to use, with its deadline set. It is closed if the block fails: it may be in mid-frame.
+
+        Raises `UnavailableError` while the server is left alone, `DeadlineError`, other `OSError`s, and `GCacheError`.
+        """
+        budget_s = deadline - time.monotonic()
+        channel = self._check_out(deadline, unix=unix)
+        try:
+            if channel is None or not channel.looks_open():
+                if channel is not None:
+                    channel.wire.close()
+                    channel = None
+                channel = self._connect(deadline, unix=unix)
+            channel.wire.arm(deadline)
+            yield channel
+        except BaseException as error:
+            if channel is not None:
+                channel.wire.close()
+            self._failed(error, budget_s, unix=unix)
+            raise
+        self._check_in(channel, unix=unix)
+
+    def close(self) -> None:
+        """Close the connections that are idle; others are closed when they are given back."""
+        with self._lock:
+            self._closed = True
+            idle = [*self._idle[False], *self._idle[True]]
+            self._idle = {False: [], True: []}
+        for channel in idle:
+            channel.wire.close()
+
+    def _check_out(self, deadline: float, *, unix: bool) -> Channel | None:
+        """An idle connection, or leave to make one."""
+        limit = MAX_UNIX_CONNECTIONS if unix else self.max_connections
+        with self._returned:
+            while self._in_use[unix] >= limit:
+                if not self._returned.wait(max(0.0, deadline - time.monotonic())):
+                    raise DeadlineError("all connections to the server are in use")
+            if self._closed or not self._breaker.allows(time.monotonic_ns()):
+                raise UnavailableError(f"gcache server {self.address.name} is left alone for a while")
+            self._in_use[unix] += 1
+            idle = self._idle[unix]
+            return idle.pop() if idle else None
+
+    def _check_in(self, channel: Channel, *, unix: bool) -> None:
+        channel.used_at = time.monotonic()
+        usable = channel.wire.disarm()
+        with self._returned:
+            self._breaker.succeeded()
+            self._in_use[unix] -= 1
+            self._returned.notify()
+            if usable and not self._closed:
+                self._idle[unix].append(channel)
+                return
+        channel.wire.close()
+
+    def _failed(self, error: BaseException, budget_s: float, *, unix: bool) -> None:
+        hasty = isinstance(error, DeadlineError) and budget_s < LEAST_BUDGET_S
+        idle: list[Channel] = []
+        with self._returned:
+            self._in_use[unix] -= 1
+            self._returned.notify()
+            if isinstance(error, OSError | ProtocolError) and not hasty:
+                self._breaker.failed(time.monotonic_ns())
+                # What was connected to the same process has most likely ended with it.
+                idle = [*self._idle[False], *self._idle[True]]
+                self._idle = {False: [], True: []}
+            else:  # the server is not to blame
+                self._breaker.probing = False
+        for channel in idle:
+            channel.wire.close()
+
+    def _connect(self, deadline: float, *, unix: bool) -> Channel:
+        left = min(CONNECT_TIMEOUT_S, deadline - time.monotonic())
+        if left <= 0:
+            raise DeadlineError("the deadline has passed")
+        try:
+            sock = self._connect_unix(left) if unix else self._connect_tcp(left)
+        except TimeoutError:
+            raise DeadlineError("the deadline has passed") from None
+        wire = Wire(sock, ANSWER_MAGIC, self._watchdog)
+        try:
+            wire.arm(deadline)
+            return self._greet(wire, unix=unix)
+        except BaseException:
+            wire.close()
+            raise
+
+    def _connect_tcp(self, timeout_s: float) -> socket.socket:
+        sock = socket.create_connection((self.address.host, self.address.port), timeout=timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def _connect_unix(self, timeout_s: float) -> socket.socket:
+        assert self._info is not None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(self._info.socket)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def _greet(self, wire: Wire, *, unix: bool) -> Channel:
+        channel = Channel(wire, ServerInfo(0, "", "", "", "", ""), None, self._epoch)
+        hello = msgspec.json.encode(Hello(PROTOCOL_VERSION, self._token))
+        try:
+            info = msgspec.json.decode(channel.call(Op.HELLO, hello), type=ServerInfo)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a greeting that can't be read: {error}") from None
+        if info.version != PROTOCOL_VERSION:
+            raise GCacheError(
+                f"gcache server {self.address.name} speaks protocol {info.version}, this client {PROTOCOL_VERSION}"
+            )
+        with self._lock:
+            known = self._info
+        if self._may_map and (known is None or known.incarnation != info.incarnation):
+            memory = attach(Path(info.arena), bytes.fromhex(info.incarnation))
+            with self._lock:
+                self._arena = None if memory is None else MappedArena(memory)
+        with self._lock:
+            self._info = info
+            channel.info, channel.arena = info, self._arena if unix else None
+        if unix and channel.arena is None:
+            raise PeerClosedError("the server's arena is another one now")
+        return channel

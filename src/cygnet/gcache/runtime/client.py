@@ -1,0 +1,416 @@
+"""The client SDK, synchronous: batches of objects over any number of servers, into and out of the caller's memory."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from cygnet.base.errors import ConfigError
+from cygnet.gcache.limits import MAX_FRAME_BYTES
+from cygnet.gcache.placement import Member, Placement
+from cygnet.gcache.protocol import ANY, EVERYTHING, TOUCH, Op, Want, pack_keys, pack_wants, unpack_flags
+from cygnet.gcache.record import CHUNK_BYTES, is_full_key
+from cygnet.gcache.runtime.channel import Address, GCacheError, Peer
+from cygnet.gcache.runtime.lanes import (
+    FAILURES,
+    Frame,
+    GetFrame,
+    Lane,
+    PutFrame,
+    Result,
+    copy_all,
+    cut,
+    lanes_of,
+    view_all,
+)
+from cygnet.gcache.runtime.sized import get_whole
+from cygnet.gcache.runtime.views import View
+from cygnet.gcache.runtime.watchdog import Watchdog
+from cygnet.gcache.runtime.wire import DeadlineError
+from cygnet.kv.runtime.disk_store.team import Team
+from cygnet.kv.store import Outcome
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+T = TypeVar("T")
+
+FLAGS_PER_FRAME = 2048
+"""Keys asked about with one request: half of what a frame may have, so that the longest keys fit too."""
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How servers are talked to."""
+
+    servers: tuple[Address, ...] = field(default_factory=tuple)
+    token: str = ""
+    timeout_s: float = 1.0
+    """For a call that is not given another time: all of it, over all servers."""
+    connections: int = 4
+    """Per server, at most."""
+    window: int = 2
+    """Frames on the way per connection."""
+    slice_bytes: int = CHUNK_BYTES
+    """Of a value per frame, a multiple of 1 MiB."""
+    io_threads: int = 8
+    """Beside the caller's own."""
+    same_host: bool = True
+    """Read the arena of a server on this machine directly, where this user may."""
+    verify: bool = True
+    """Check what came over a network against its checksums."""
+    max_value_bytes: int = 1 << 30
+    """Largest object that `get` makes room for."""
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a batch belongs to, for placement: session or prefix, and range of it (`placement.range_of`)."""
+
+    root: bytes = b""
+    range_: int = 0
+
+
+ANYWHERE = Route()
+
+
+class GCacheClient:
+    """Thread-safe. Calls end by their deadline; a server that is dead, frozen or slow costs misses, never errors.
+
+    Keys are full keys (`record.full_key`); anything else is a `ValueError`, as are buffers that are not contiguous
+    memory. Buffers are not touched once a call has returned. An outcome is `TIMED_OUT` where the deadline passed,
+    `FAILED` where a server failed, or has lately and is left alone.
+    """
+
+    def __init__(self, options: ClientOptions) -> None:
+        if not options.servers:
+            raise ConfigError("no gcache server is named; write for example gcache://127.0.0.1:7400")
+        if not 0 < options.slice_bytes <= MAX_FRAME_BYTES or options.slice_bytes % CHUNK_BYTES:
+            raise ConfigError(f"gcache slices of {options.slice_bytes} bytes; choose a multiple of 1MiB up to 1GiB")
+        if options.connections < 1 or options.window < 1 or options.io_threads < 0:
+            raise ConfigError("gcache clients need at least one connection per server, and a window of at least 1")
+        self.options = options
+        self.placement = Placement(
+            (Member(server.name, server.group, server.weight) for server in options.servers), options.epoch
+        )
+        self._watchdog = Watchdog("gcache-deadlines")
+        self._peers = {
+            server.name: Peer(
+                server,
+                token=options.token,
+                max_connections=options.connections,
+                same_host=options.same_host,
+                epoch=options.epoch,
+                watchdog=self._watchdog,
+            )
+            for server in options.servers
+        }
+        self._team = Team(options.io_threads, "gcache-io")
+
+    # --- many objects
+
+    def batch_exists(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int] | None = None,
+        *,
+        touch: bool = False,
+        timeout_s: float | None = None,
+        route: Route = ANYWHERE,
+    ) -> list[bool]:
+        """Whether each object (of that size) is there; one round trip per server. What can't be found out is not."""
+        deadline = self._deadline(timeout_s)
+        wants = [Want(key, ANY if sizes is None else sizes[at]) for at, key in enumerate(_checked(keys))]
+
+        def ask(peer: Peer, some: list[int]) -> list[bool]:
+            flags = TOUCH if touch else 0
+            return _flags(peer, Op.EXISTS, [wants[at] for at in some], pack_wants, flags, deadline)
+
+        return self._per_peer(keys, route, ask, False)
+
+    def batch_get_into(
+        self,
+        keys: Sequence[bytes],
+        buffers: "Sequence[Buffer]",
+        *,
+        timeout_s: float | None = None,
+        route: Route = ANYWHERE,
+    ) -> list[Outcome]:
+        """Fill each buffer with its object, of exactly that size."""
+        deadline = self._deadline(timeout_s)
+        views = _views(_checked(keys), buffers, writable=True)
+        results = [Result() for _ in keys]
+        outcomes: list[Outcome | None] = [None] * len(keys)
+
+        def frames(places: list[int]) -> "deque[Frame]":
+            left = [at for at in places if outcomes[at] is None]
+            parts = cut(
+                [keys[at] for at in left],
+                [views[at] for at in left],
+                [results[at] for at in left],
+                self.options.slice_bytes,
+            )
+            return deque(GetFrame(part, self.options.verify) for part in parts)
+
+        def copy(peer: Peer, places: list[int]) -> None:
+            self._copy(peer, places, keys, views, outcomes, deadline)
+            Lane(peer, frames(places), self.options.window, deadline).run()
+
+        tasks: list[Callable[[], None]] = []
+        for peer, places in self._shares(keys, route):
+            if peer.may_be_local:
+                tasks.append(partial(copy, peer, places))
+            else:
+                tasks += [lane.run for lane in lanes_of(peer, frames(places), self.options.window, deadline)]
+        self._team.run(tasks, _call, deadline)
+        self._drop_torn(keys, results, route, deadline)
+        return [outcome or result.outcome for outcome, result in zip(outcomes, results, strict=True)]
+
+    def batch_put(
+        self,
+        keys: Sequence[bytes],
+        buffers: "Sequence[Buffer]",
+        *,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+        route: Route = ANYWHERE,
+    ) -> list[Outcome]:
+        """Store each object, instead of what is there. `OK`: it is found from now on; otherwise it is not."""
+        deadline = self._deadline(timeout_s)
+        views = _views(_checked(keys), buffers, writable=False)
+        results = [Result() for _ in keys]
+        lanes: list[Lane] = []
+        for peer, places in self._shares(keys, route):
+            parts = cut(
+                [keys[at] for at in places],
+                [views[at] for at in places],
+                [results[at] for at in places],
+                self.options.slice_bytes,
+            )
+            frames: deque[Frame] = deque(PutFrame(part, ttl_ms) for part in parts)
+            lanes += lanes_of(peer, frames, self.options.window, deadline)
+        self._team.run(lanes, Lane.run, deadline)
+        return [result.outcome for result in results]
+
+    def batch_view(
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE
+    ) -> list[View | Outcome]:
+        """Objects of servers on this machine, in place. `FAILED` for others' objects, and when too much is leased."""
+        deadline = self._deadline(timeout_s)
+
+        def ask(peer: Peer, some: list[int]) -> list[View | Outcome]:
+            if not peer.is_local(deadline):
+                return [Outcome.FAILED] * len(some)
+            return view_all(peer, [Want(keys[at]) for at in some], deadline)
+
+        return self._per_peer(_checked(keys), route, ask, Outcome.FAILED)
+
+    def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE) -> list[bool]:
+        """Give up these objects; whether each was there. What is not done by the deadline counts as not there."""
+        deadline = self._deadline(timeout_s)
+
+        def ask(peer: Peer, some: list[int]) -> list[bool]:
+            return _flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)
+
+        return self._per_peer(_checked(keys), route, ask, False)
+
+    # --- one object
+
+    def exists(self, key: bytes, *, timeout_s: float | None = None, route: Route = ANYWHERE) -> bool:
+        """Whether it is there."""
+        return self.batch_exists([key], timeout_s=timeout_s, route=route)[0]
+
+    def get_into(
+        self, key: bytes, buffer: "Buffer", *, timeout_s: float | None = None, route: Route = ANYWHERE
+    ) -> Outcome:
+        """Fill `buffer` with the object, of exactly that size."""
+        return self.batch_get_into([key], [buffer], timeout_s=timeout_s, route=route)[0]
+
+    def get(self, key: bytes, *, timeout_s: float | None = None, route: Route = ANYWHERE) -> "bytearray | Outcome":
+        """The object, of whatever size, in memory of its own; otherwise why not."""
+        deadline = self._deadline(timeout_s)
+        _checked([key])
+        peer = self._peers[self.placement.owner(key, route.root, route.range_)]
+        begun = get_whole(peer, key, deadline, self.options.max_value_bytes, verify=self.options.verify)
+        if isinstance(begun, Outcome) or len(begun) <= CHUNK_BYTES:
+            return begun
+        rest = self.batch_get_into([key], [begun], timeout_s=deadline - time.monotonic(), route=route)[0]
+        return begun if rest is Outcome.OK else rest
+
+    def put(
+        self,
+        key: bytes,
+        buffer: "Buffer",
+        *,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+        route: Route = ANYWHERE,
+    ) -> Outcome:
+        """Store an object, instead of what is there."""
+        return self.batch_put([key], [buffer], ttl_ms=ttl_ms, timeout_s=timeout_s, route=route)[0]
+
+    def view(self, key: bytes, *, timeout_s: float | None = None, route: Route = ANYWHERE) -> View | Outcome:
+        """The object in place, if its server is on this machine."""
+        deadline = self._deadline(timeout_s)
+        _checked([key])
+        peer = self._peers[self.placement.owner(key, route.root, route.range_)]
+        try:
+            return view_all(peer, [Want(key)], deadline)[0] if peer.is_local(deadline) else Outcome.FAILED
+        except FAILURES as error:
+            return Outcome.TIMED_OUT if isinstance(error, DeadlineError) else Outcome.FAILED
+
+    # --- servers
+
+    def clear(self, namespace: bytes | None = None, *, timeout_s: float | None = None) -> int:
+        """Give up all objects of a namespace, or all, on all servers that answer; how many there were."""
+        flags = EVERYTHING if namespace is None else 0
+        answers = self._ask_all(Op.CLEAR, namespace or b"", flags, self._deadline(timeout_s))
+        return sum(int.from_bytes(answer, "little") for answer in answers.values())
+
+    def stats(self, *, timeout_s: float | None = None) -> dict[str, dict[str, object]]:
+        """What each server that answers says of itself, by id."""
+        answers = self._ask_all(Op.STAT, b"", 0, self._deadline(timeout_s))
+        return {name: msgspec.json.decode(answer, type=dict[str, object]) for name, answer in answers.items()}
+
+    def audit(self, *, timeout_s: float | None = None) -> list[str]:
+        """All discrepancies of all servers that answer."""
+        answers = self._ask_all(Op.AUDIT, b"", 0, self._deadline(timeout_s))
+        return [
+            f"{name}: {fault}"
+            for name, answer in answers.items()
+            for fault in msgspec.json.decode(answer, type=list[str])
+        ]
+
+    def check(self, *, timeout_s: float | None = None) -> None:
+        """Reach every server. Raises `ConfigError` that says which one can't be, and why."""
+        deadline = self._deadline(timeout_s)
+        for name, peer in self._peers.items():
+            try:
+                with peer.channel(deadline) as channel:
+                    channel.call(Op.PING)
+            except GCacheError as error:
+                raise ConfigError(f"{error} ({name}); set CYGNET_GCACHE_TOKEN if it wants a token") from None
+            except FAILURES as error:
+                raise ConfigError(f"gcache server {name} does not answer ({error}); is it running there?") from None
+
+    def close(self) -> None:
+        """Close all connections and end the threads. Calls afterwards fail."""
+        for peer in self._peers.values():
+            peer.close()
+        self._team.close(time.monotonic() + self.options.timeout_s)
+        self._watchdog.close()
+
+    # --- inside
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self.options.timeout_s if timeout_s is None else timeout_s)
+
+    def _shares(self, keys: Sequence[bytes], route: Route) -> list[tuple[Peer, list[int]]]:
+        """Which keys, by their place in the batch, go to which server; servers that have failed lately come last."""
+        if len(self._peers) == 1:
+            return [(next(iter(self._peers.values())), list(range(len(keys))))] if keys else []
+        shares: dict[str, list[int]] = {}
+        for at, key in enumerate(keys):
+            shares.setdefault(self.placement.owner(key, route.root, route.range_), []).append(at)
+        return sorted(((self._peers[name], places) for name, places in shares.items()), key=lambda s: s[0].is_failing)
+
+    def _per_peer(
+        self, keys: Sequence[bytes], route: Route, ask: Callable[[Peer, list[int]], list[T]], otherwise: T
+    ) -> list[T]:
+        """What `ask` says for each server's share, `otherwise` where that fails. Servers are asked at once."""
+        answers = [otherwise] * len(keys)
+
+        def one(share: tuple[Peer, list[int]]) -> None:
+            try:
+                found = ask(*share)
+            except FAILURES:
+                return
+            for at, answer in zip(share[1], found, strict=True):
+                answers[at] = answer
+
+        self._run_tasks(self._shares(keys, route), one)
+        return answers
+
+    def _ask_all(self, op: Op, meta: bytes, flags: int, deadline: float) -> dict[str, bytes]:
+        answers: dict[str, bytes] = {}
+
+        def one(item: tuple[str, Peer]) -> None:
+            try:
+                with item[1].channel(deadline) as channel:
+                    answers[item[0]] = channel.call(op, meta, flags=flags)
+            except FAILURES:
+                return
+
+        self._run_tasks(list(self._peers.items()), one)
+        return answers
+
+    def _run_tasks(self, tasks: Iterable[T], work: Callable[[T], None]) -> None:
+        # Each task keeps to the deadline by itself; none is left out, so that its failure is told apart.
+        self._team.run(list(tasks), work, float("inf"))
+
+    def _copy(
+        self,
+        peer: Peer,
+        places: list[int],
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        outcomes: list[Outcome | None],
+        deadline: float,
+    ) -> None:
+        """Copy from a local server's arena; what fails is left, to be asked for over TCP."""
+        try:
+            if not peer.is_local(deadline):
+                return
+            found = copy_all(peer, [keys[at] for at in places], [views[at] for at in places], deadline)
+        except FAILURES:
+            return
+        for at, outcome in zip(places, found, strict=True):
+            outcomes[at] = None if outcome is Outcome.FAILED else outcome
+
+    def _drop_torn(self, keys: Sequence[bytes], results: Sequence[Result], route: Route, deadline: float) -> None:
+        """What arrived damaged is not to be found again."""
+        torn = [key for key, result in zip(keys, results, strict=True) if result.torn_here]
+        if torn:
+            self.remove(torn, timeout_s=deadline - time.monotonic(), route=route)
+
+
+def _flags(
+    peer: Peer, op: Op, items: Sequence[T], pack: Callable[[Sequence[T]], bytes], flags: int, deadline: float
+) -> list[bool]:
+    """What a server says of each item, in as many frames as it takes."""
+    answers: list[bool] = []
+    with peer.channel(deadline) as channel:
+        for first in range(0, len(items), FLAGS_PER_FRAME):
+            some = items[first : first + FLAGS_PER_FRAME]
+            answers += unpack_flags(channel.call(op, pack(some), count=len(some), flags=flags), len(some))
+    return answers
+
+
+def _call(task: Callable[[], None]) -> None:
+    task()
+
+
+def _checked(keys: Sequence[bytes]) -> Sequence[bytes]:
+    for key in keys:
+        if not is_full_key(key):
+            raise ValueError(f"{key[:40]!r} is no full key; make it with full_key()")
+    return keys
+
+
+def _views(keys: Sequence[bytes], buffers: "Sequence[Buffer]", *, writable: bool) -> list[memoryview]:
+    if len(keys) != len(buffers):
+        raise ValueError(f"{len(keys)} keys, but {len(buffers)} buffers")
+    views = [memoryview(buffer) for buffer in buffers]
+    if not all(view.c_contiguous for view in views):
+        raise ValueError("an object is one contiguous piece of memory")
+    if writable and any(view.readonly for view in views):
+        raise ValueError("objects are read into writable buffers")
+    return [
+        view if view.format == "B" and view.ndim == 1 else view.cast("B") if view.nbytes else memoryview(b"")
+        for view in views
+    ]

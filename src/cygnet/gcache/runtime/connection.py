@@ -1,0 +1,340 @@
+"""One connected client: its frames, one after another, on one thread."""
+
+import hmac
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+import msgspec
+
+from cygnet.gcache.arena import Entry
+from cygnet.gcache.limits import MAX_FRAME_BYTES
+from cygnet.gcache.protocol import (
+    ANY,
+    EVERYTHING,
+    REQUEST_MAGIC,
+    TOUCH,
+    FrameHead,
+    Got,
+    Item,
+    Op,
+    ProtocolError,
+    Put,
+    Status,
+    Viewed,
+    Want,
+    pack_answer,
+    pack_flags,
+    pack_gots,
+    pack_viewed,
+    unpack_keys,
+    unpack_puts,
+    unpack_view,
+    unpack_wants,
+)
+from cygnet.gcache.record import CHUNK_BYTES, chunk_seed, num_chunks
+from cygnet.gcache.runtime.cache import Cache
+from cygnet.gcache.runtime.greeting import Hello, ServerInfo
+from cygnet.gcache.runtime.uploads import Upload, Uploads
+from cygnet.gcache.runtime.watchdog import Watchdog
+from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
+
+U64_MASK = (1 << 64) - 1
+DEFAULT_BUDGET_S = 10.0
+SINK_BYTES = 1 << 20
+MAX_HELLO_BYTES = 4096
+
+
+class DeniedError(Exception):
+    """No token, or a wrong one."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What all connections of a server share."""
+
+    cache: Cache
+    uploads: Uploads
+    watchdog: Watchdog
+    info: ServerInfo
+    token: str
+    """Empty: everyone may."""
+    epoch: int
+    """0: no member of a cluster, requests of any epoch are answered."""
+    stats: Callable[[], dict[str, object]]
+
+
+class Connection:
+    """Reads frames, carries them out, answers. All it has pinned is let go when it ends, however it ends."""
+
+    def __init__(self, sock: socket.socket, owner: int, service: Service) -> None:
+        self._wire = Wire(sock, REQUEST_MAGIC, service.watchdog)
+        self._owner = owner
+        self._service = service
+        self._cache = service.cache
+        self._known = not service.token
+        self._sink = memoryview(b"")
+        self._handlers: dict[int, Callable[[FrameHead, bytes, float], None]] = {
+            Op.HELLO: self._hello,
+            Op.PING: self._ping,
+            Op.GET: self._get,
+            Op.PUT: self._put,
+            Op.EXISTS: self._exists,
+            Op.DELETE: self._delete,
+            Op.CLEAR: self._clear,
+            Op.VIEW: self._view,
+            Op.STAT: self._stat,
+            Op.AUDIT: self._audit,
+        }
+
+    def run(self) -> None:
+        """Serve until the client leaves, breaks the rules or is too slow."""
+        try:
+            while True:
+                self._serve_one()
+        except (PeerClosedError, DeadlineError, OSError):
+            pass
+        finally:
+            self._cache.end_leases(self._owner)
+            self._wire.close()
+
+    def _serve_one(self) -> None:
+        wire = self._wire
+        wire.arm(float("inf"))  # an idle connection is fine
+        try:
+            head = wire.read_head()
+        except ProtocolError as error:
+            self._refuse(0, 0, Status.BAD_REQUEST, str(error))
+        wire.arm(time.monotonic() + self._cache.limits.frame_timeout_s)
+        if not self._known and (head.op != Op.HELLO or head.meta_bytes > MAX_HELLO_BYTES):
+            # Strangers get no memory.
+            self._refuse(head.op, head.request_id, Status.DENIED, "the first frame is HELLO with the server's token")
+        meta = wire.read_bytes(head.meta_bytes)
+        deadline = time.monotonic() + (head.budget_ms / 1000 if head.budget_ms else DEFAULT_BUDGET_S)
+        handler = self._handlers.get(head.op)
+        try:
+            if handler is None:
+                raise ProtocolError(f"unknown operation {head.op}")
+            if head.body_bytes and head.op != Op.PUT:
+                raise ProtocolError(f"operation {head.op} has no body")
+            if head.epoch and self._service.epoch and head.epoch != self._service.epoch:
+                self._wrong_epoch(head)
+            else:
+                handler(head, meta, deadline)
+        except ProtocolError as error:
+            self._refuse(head.op, head.request_id, Status.BAD_REQUEST, str(error))
+        except DeniedError as error:
+            self._refuse(head.op, head.request_id, Status.DENIED, str(error))
+
+    def _refuse(self, op: int, request_id: int, status: Status, why: str) -> None:
+        self._wire.arm(time.monotonic() + 1.0)
+        self._wire.send([pack_answer(op, request_id, why.encode(), status=status, epoch=self._service.epoch)])
+        raise PeerClosedError(why)
+
+    def _answer(
+        self, head: FrameHead, meta: bytes = b"", body: Sequence[memoryview] = (), status: Status = Status.OK
+    ) -> None:
+        wire = self._wire
+        wire.arm(time.monotonic() + self._cache.limits.frame_timeout_s)
+        packed = pack_answer(
+            head.op,
+            head.request_id,
+            meta,
+            status=status,
+            count=head.count,
+            epoch=self._service.epoch,
+            body_bytes=sum(map(len, body)),
+        )
+        wire.send([packed, *body])
+
+    # --- frames without values
+
+    def _wrong_epoch(self, head: FrameHead) -> None:
+        self._drain(head.body_bytes)
+        self._answer(head, status=Status.WRONG_EPOCH)
+
+    def _hello(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        try:
+            hello = msgspec.json.decode(meta, type=Hello)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a HELLO that can't be read: {error}") from None
+        if not hmac.compare_digest(hello.token.encode(), self._service.token.encode()):
+            raise DeniedError("the token is not this server's")
+        self._known = True
+        self._answer(head, msgspec.json.encode(self._service.info))
+
+    def _ping(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        self._answer(head)
+
+    def _exists(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        touch = bool(head.code & TOUCH)
+        flags = [
+            self._cache.exists(want.key, None if want.value_bytes == ANY else want.value_bytes, touch=touch)
+            for want in unpack_wants(meta, head.count)
+        ]
+        self._answer(head, pack_flags(flags))
+
+    def _delete(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        flags = [self._cache.remove(key, deadline) for key in unpack_keys(meta, head.count)]
+        self._answer(head, pack_flags(flags))
+
+    def _clear(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        count = self._cache.clear(None if head.code & EVERYTHING else meta, deadline)
+        self._answer(head, count.to_bytes(8, "little"))
+
+    def _stat(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        self._answer(head, msgspec.json.encode(self._service.stats()))
+
+    def _audit(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        self._answer(head, msgspec.json.encode(self._cache.audit()[:1000]))
+
+    # --- values out
+
+    def _get(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        cache, gots, body = self._cache, [], []
+        pinned: list[Entry] = []
+        room = MAX_FRAME_BYTES
+        try:
+            for want in unpack_wants(meta, head.count):
+                entry = cache.acquire(want.key, deadline)
+                if isinstance(entry, Entry):
+                    pinned.append(entry)
+                got, part = self._chunks(entry, want.value_bytes, want.first_chunk, want.num_chunks, room)
+                gots.append(got)
+                if part:
+                    body.append(part)
+                    room -= len(part)
+                cache.counts.got(Item(got.status), len(part))
+            self._answer(head, pack_gots(gots), body)
+        finally:
+            cache.release(pinned)
+
+    def _chunks(
+        self, entry: Entry | Item, value_bytes: int, first: int, count: int, room: int
+    ) -> tuple[Got, memoryview]:
+        """What of an object was asked for. A size that is not its own is a miss, and told."""
+        if isinstance(entry, Item):
+            return Got(entry), memoryview(b"")
+        if value_bytes not in (ANY, entry.value_bytes):
+            return Got(Item.MISS, entry.value_bytes), memoryview(b"")
+        chunks = num_chunks(entry.value_bytes)
+        first = min(first, chunks)
+        count = min(count or chunks, chunks - first)
+        part = self._cache.arena.value(entry)[first * CHUNK_BYTES : (first + count) * CHUNK_BYTES]
+        if len(part) > room:
+            return Got(Item.FULL, entry.value_bytes), memoryview(b"")
+        sums = self._cache.arena.sums(entry, first, count)
+        return Got(Item.OK, entry.value_bytes, entry.version, first, count, sums), part
+
+    def _view(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        released, wants = unpack_view(meta, head.count)
+        leased = self._cache.lease([want.key for want in wants], self._owner, released)
+        viewed = [
+            self._view_slowly(want, deadline) if found is None else self._viewed(want, *found)
+            for want, found in zip(wants, leased, strict=True)
+        ]
+        self._answer(head, pack_viewed(viewed))
+
+    def _view_slowly(self, want: Want, deadline: float) -> Viewed:
+        """An object that is not in memory, or not checked yet."""
+        entry = self._cache.acquire(want.key, deadline)
+        if isinstance(entry, Item):
+            self._cache.counts.got(entry, 0)
+            return Viewed(entry)
+        leased = self._cache.lease([want.key], self._owner, ())[0]
+        self._cache.release([entry])
+        if leased is None:
+            self._cache.counts.got(Item.FAILED, 0)
+            return Viewed(Item.FAILED)
+        return self._viewed(want, *leased)
+
+    def _viewed(self, want: Want, entry: Entry, lease: int) -> Viewed:
+        if want.value_bytes not in (ANY, entry.value_bytes):
+            self._cache.lease((), self._owner, (lease,))
+            return Viewed(Item.MISS)
+        return Viewed(Item.OK, entry.slot, self._cache.arena.value_offset(entry), entry.value_bytes, entry.stamp, lease)
+
+    # --- values in
+
+    def _put(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        puts = unpack_puts(meta, head.count)
+        if sum(put.body_bytes for put in puts) != head.body_bytes:
+            raise ProtocolError("a PUT whose body is not as long as its objects")
+        arriving: list[_Arriving] = []
+        try:
+            for put in puts:
+                arriving.append(_Arriving(put, self._place(put, deadline)))
+            pieces = [piece for one in arriving for piece in self._pieces(one)]
+            self._wire.read_pieces(pieces)
+            items = [self._end(one, deadline) for one in arriving]
+        finally:
+            for one in arriving:
+                if not one.ended:
+                    self._cut_short(one, deadline)
+        self._answer(head, bytes(items))
+
+    def _place(self, put: Put, deadline: float) -> "Entry | Upload | Item":
+        if not put.upload:
+            return self._cache.reserve(put.key, put.value_bytes, put.ttl_ms, deadline)
+        return self._service.uploads.begin_slice(put, deadline)
+
+    def _pieces(self, one: "_Arriving") -> list[Piece]:
+        put, place = one.put, one.place
+        if isinstance(place, Item):
+            return [Piece(part, checked=False) for part in self._sinks(put.body_bytes)]
+        entry = place.entry if isinstance(place, Upload) else place
+        at = put.first_chunk * CHUNK_BYTES
+        target = self._cache.arena.value(entry)[at : at + put.body_bytes]
+        seed = chunk_seed(put.key)
+        one.pieces = [
+            Piece(target[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES], (seed + put.first_chunk + i) & U64_MASK)
+            for i in range(put.num_chunks)
+        ]
+        return one.pieces
+
+    def _end(self, one: "_Arriving", deadline: float) -> Item:
+        """All bytes have arrived: what becomes of them."""
+        one.ended = True
+        place, put = one.place, one.put
+        if isinstance(place, Item):
+            item = place
+        else:
+            sums = [piece.digest for piece in one.pieces]
+            whole = Struct(f"<{len(sums)}Q").pack(*sums) == put.sums
+            if isinstance(place, Upload):
+                item = self._service.uploads.end_slice(place, put, sums if whole else None, deadline)
+            elif whole:
+                item = self._cache.commit(place, sums, deadline)
+            else:
+                self._cache.abandon(place)
+                item = Item.TORN
+        self._cache.counts.put(item)
+        return item
+
+    def _cut_short(self, one: "_Arriving", deadline: float) -> None:
+        one.ended = True
+        if isinstance(one.place, Upload):
+            self._service.uploads.end_slice(one.place, one.put, None, deadline)
+        elif isinstance(one.place, Entry):
+            self._cache.abandon(one.place)
+
+    def _sinks(self, num_bytes: int) -> list[memoryview]:
+        """Memory to read away so many bytes."""
+        self._sink = self._sink or memoryview(bytearray(SINK_BYTES))
+        whole, rest = divmod(num_bytes, SINK_BYTES)
+        return [self._sink] * whole + ([self._sink[:rest]] if rest else [])
+
+    def _drain(self, num_bytes: int) -> None:
+        self._wire.read_pieces([Piece(part, checked=False) for part in self._sinks(num_bytes)])
+
+
+class _Arriving:
+    """An object, or a slice of one, whose bytes come next."""
+
+    def __init__(self, put: Put, place: "Entry | Upload | Item") -> None:
+        self.put = put
+        self.place = place
+        self.pieces: list[Piece] = []
+        self.ended = False

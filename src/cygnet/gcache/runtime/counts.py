@@ -1,0 +1,45 @@
+"""What a server counts."""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cygnet.gcache.protocol import Item
+
+
+@dataclass
+class Counts:
+    """Since the server was started. Answers are counted by methods, everything else under the cache's lock."""
+
+    gets: Counter[Item] = field(default_factory=Counter)
+    puts: Counter[Item] = field(default_factory=Counter)
+    disk_hits: int = 0
+    evicted_objects: int = 0
+    """Left the memory for room, with a copy on the disk or for good."""
+    dropped_objects: int = 0
+    """Of these: left for good though there is a disk, because it was too slow."""
+    written_down_objects: int = 0
+    bytes_got: int = 0
+    bytes_put: int = 0
+    torn_objects: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def got(self, item: Item, num_bytes: int) -> None:
+        """An object, or a slice, was answered with this."""
+        with self._lock:
+            self.gets[item] += 1
+            self.bytes_got += num_bytes
+
+    def put(self, item: Item) -> None:
+        """An object, or a slice, that was put was answered with this."""
+        with self._lock:
+            self.puts[item] += 1
+
+    def as_dict(self) -> dict[str, object]:
+        """By name; outcomes by theirs."""
+        plain = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return {
+            **plain,
+            "gets": {item.name.lower(): number for item, number in self.gets.items()},
+            "puts": {item.name.lower(): number for item, number in self.puts.items()},
+        }

@@ -1,0 +1,329 @@
+"""A batch for one server: cut into frames, which run over several connections at once.
+
+An object larger than a slice is cut at chunks, small ones share a frame. Each connection that takes part is a *lane*:
+a thread that takes frames from the common queue, `window` of them on the way at a time.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Protocol
+
+import numpy as np
+
+from cygnet.gcache.protocol import (
+    OUTCOMES,
+    Got,
+    Item,
+    Op,
+    ProtocolError,
+    Put,
+    Want,
+    pack_puts,
+    pack_view,
+    pack_wants,
+    unpack_gots,
+    unpack_viewed,
+)
+from cygnet.gcache.record import CHUNK_BYTES, U64, chunk_seed, num_chunks
+from cygnet.gcache.runtime.channel import Channel, GCacheError, Peer
+from cygnet.gcache.runtime.views import View
+from cygnet.gcache.runtime.wire import DeadlineError, Piece
+from cygnet.kv.store import Outcome
+
+MAX_KEYS = 256
+"""Per frame."""
+GOT_BYTES, SUM_BYTES = 28, 8
+COPY_BYTES = 8 << 20
+"""Objects viewed with one request, when they are to be copied."""
+FAILURES = (OSError, ProtocolError, GCacheError)
+"""What may come of asking a server."""
+
+
+class Result:
+    """What becomes of one key of a batch; put together from its slices, which end on any thread."""
+
+    __slots__ = ("_items", "_versions", "num_slices", "torn_here")
+
+    def __init__(self) -> None:
+        self.num_slices = 1
+        self.torn_here = False
+        """The bytes that came were not the object's: the server still has it."""
+        self._items: list[Item] = []
+        self._versions: list[int] = []
+
+    def add(self, item: Item, version: int | None = None) -> None:
+        """A slice has ended."""
+        if version is not None:
+            self._versions.append(version)
+        self._items.append(item)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of the whole, once nobody adds to it any more. The first failure counts."""
+        for item in self._items:
+            if item not in (Item.OK, Item.PART):
+                return OUTCOMES[item]
+        if len(self._items) < self.num_slices:
+            return Outcome.TIMED_OUT
+        if len(set(self._versions)) > 1:
+            return Outcome.MISS  # it was put anew between two slices
+        # Of a put in slices, one says that now all of it is there.
+        return Outcome.OK if Item.OK in self._items else Outcome.FAILED
+
+
+class Frame(Protocol):
+    """One request of a batch."""
+
+    def send(self, channel: Channel) -> None:
+        """Send the request."""
+
+    def receive(self, channel: Channel) -> None:
+        """Read the answer into buffers and results."""
+
+    def fail(self, item: Item) -> None:
+        """It was not answered."""
+
+
+@dataclass(slots=True)
+class Part:
+    """An object, or a slice of one."""
+
+    key: bytes
+    view: memoryview
+    """Of the part."""
+    value_bytes: int
+    """Of the object."""
+    first_chunk: int
+    result: Result
+    upload: int = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the part."""
+        return num_chunks(len(self.view))
+
+    def pieces(self, *, checked: bool) -> list[Piece]:
+        """Memory of each chunk."""
+        seed = chunk_seed(self.key) + self.first_chunk if checked else 0
+        return [
+            Piece(self.view[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES], (seed + i) & U64, checked=checked)
+            for i in range(self.num_chunks)
+        ]
+
+
+def cut(
+    keys: Sequence[bytes], views: Sequence[memoryview], results: Sequence[Result], slice_bytes: int
+) -> Iterator[list[Part]]:
+    """Parts by frames of about `slice_bytes`, a multiple of a chunk. Sets how many slices each result waits for."""
+    frame: list[Part] = []
+    size = 0
+    for key, view, result in zip(keys, views, results, strict=True):
+        total = len(view)
+        result.num_slices = max(1, -(-total // slice_bytes))
+        upload = int.from_bytes(os.urandom(8), "little") | 1 if result.num_slices > 1 else 0
+        for at in range(0, max(total, 1), slice_bytes):
+            part = Part(key, view[at : at + slice_bytes], total, at // CHUNK_BYTES, result, upload)
+            if frame and (size + len(part.view) > slice_bytes or len(frame) == MAX_KEYS):
+                yield frame
+                frame, size = [], 0
+            frame.append(part)
+            size += len(part.view)
+    if frame:
+        yield frame
+
+
+@dataclass(slots=True)
+class GetFrame:
+    """Fills buffers of known sizes."""
+
+    parts: list[Part]
+    verify: bool
+    request_id: int = 0
+
+    def send(self, channel: Channel) -> None:
+        wants = [Want(part.key, part.value_bytes, part.first_chunk, part.num_chunks) for part in self.parts]
+        self.request_id = channel.send(Op.GET, pack_wants(wants), count=len(wants))
+
+    def receive(self, channel: Channel) -> None:
+        expected = sum(GOT_BYTES + SUM_BYTES * part.num_chunks for part in self.parts)
+        head, meta = channel.receive(self.request_id, Op.GET, expected)
+        gots = unpack_gots(meta, len(self.parts))
+        if sum(got.body_bytes for got in gots) != head.body_bytes:
+            raise ProtocolError("an answer whose body is not as long as its objects")
+        arriving = []
+        for part, got in zip(self.parts, gots, strict=True):
+            if got.status == Item.OK:
+                asked = (part.value_bytes, part.first_chunk, part.num_chunks)
+                if (got.value_bytes, got.first_chunk, got.num_chunks) != asked:
+                    raise ProtocolError("an answer with other chunks than were asked for")
+                arriving.append((part, got, part.pieces(checked=self.verify)))
+        channel.wire.read_pieces([piece for _, _, pieces in arriving for piece in pieces])
+        for part, got in zip(self.parts, gots, strict=True):
+            if got.status != Item.OK:
+                part.result.add(_item(got.status))
+        for part, got, pieces in arriving:
+            self._judge(part, got, pieces)
+
+    def _judge(self, part: Part, got: Got, pieces: list[Piece]) -> None:
+        if self.verify and Struct(f"<{len(pieces)}Q").pack(*(piece.digest for piece in pieces)) != got.sums:
+            part.result.torn_here = True
+            part.result.add(Item.TORN)
+        else:
+            part.result.add(Item.OK, got.version)
+
+    def fail(self, item: Item) -> None:
+        for part in self.parts:
+            part.result.add(item)
+
+
+@dataclass(slots=True)
+class PutFrame:
+    """Stores buffers."""
+
+    parts: list[Part]
+    ttl_ms: int = 0
+    request_id: int = 0
+
+    def send(self, channel: Channel) -> None:
+        puts = []
+        for part in self.parts:
+            pieces = part.pieces(checked=True)
+            for piece in pieces:
+                piece.take(len(piece.view))
+            sums = Struct(f"<{len(pieces)}Q").pack(*(piece.digest for piece in pieces))
+            put = Put(part.key, part.value_bytes, sums, part.first_chunk, len(pieces), self.ttl_ms, part.upload)
+            puts.append(put)
+        body = [part.view for part in self.parts if len(part.view)]
+        self.request_id = channel.send(Op.PUT, pack_puts(puts), count=len(puts), body=body)
+
+    def receive(self, channel: Channel) -> None:
+        _, items = channel.receive(self.request_id, Op.PUT, len(self.parts))
+        if len(items) != len(self.parts):
+            raise ProtocolError("an answer to PUT of another length")
+        for part, item in zip(self.parts, items, strict=True):
+            part.result.add(_item(item))
+
+    def fail(self, item: Item) -> None:
+        for part in self.parts:
+            part.result.add(item)
+
+
+def _item(status: int) -> Item:
+    try:
+        return Item(status)
+    except ValueError:
+        raise ProtocolError(f"an object's status {status}, which is none") from None
+
+
+@dataclass
+class Lane:
+    """One connection's part in a batch."""
+
+    peer: Peer
+    frames: "deque[Frame]"
+    """Shared with the other lanes to the same server."""
+    window: int
+    deadline: float
+
+    def run(self) -> None:
+        """Take frames until there are none. Failures are results."""
+        on_the_way: deque[Frame] = deque()
+        if not self.frames:
+            return
+        try:
+            with self.peer.channel(self.deadline) as channel:
+                while True:
+                    while len(on_the_way) < self.window and self.frames:
+                        try:
+                            frame = self.frames.popleft()
+                        except IndexError:
+                            break  # another lane took the last one
+                        on_the_way.append(frame)
+                        frame.send(channel)
+                    if not on_the_way:
+                        return
+                    on_the_way[0].receive(channel)
+                    on_the_way.popleft()
+        except FAILURES as error:
+            item = Item.TIMED_OUT if isinstance(error, DeadlineError) else Item.FAILED
+            for frame in on_the_way:
+                frame.fail(item)
+            while self.frames:  # the other lanes to this server fare no better
+                try:
+                    self.frames.popleft().fail(item)
+                except IndexError:
+                    break
+
+
+def lanes_of(peer: Peer, frames: "deque[Frame]", window: int, deadline: float) -> list[Lane]:
+    """As many lanes as there are frames for, and connections."""
+    return [Lane(peer, frames, window, deadline) for _ in range(min(peer.max_connections, len(frames)))]
+
+
+# --- on the same machine
+
+
+def view_all(peer: Peer, wants: Sequence[Want], deadline: float) -> list[View | Outcome]:
+    """Views of objects of a local server, in batches of frames. Raises what `Peer.channel` raises."""
+    views: list[View | Outcome] = []
+    with peer.channel(deadline, unix=True) as channel:
+        arena = channel.arena
+        assert arena is not None
+        for at in range(0, len(wants), MAX_KEYS):
+            some = wants[at : at + MAX_KEYS]
+            meta = channel.call(Op.VIEW, pack_view(channel.take_released(), some), count=len(some))
+            for viewed in unpack_viewed(meta, len(some)):
+                if viewed.status != Item.OK:
+                    views.append(OUTCOMES[_item(viewed.status)])
+                    continue
+                if viewed.offset + viewed.value_bytes > len(arena.memory):
+                    raise ProtocolError("a view beyond the end of the arena")
+                views.append(
+                    View(
+                        arena,
+                        viewed.slot,
+                        viewed.stamp,
+                        viewed.offset,
+                        viewed.value_bytes,
+                        channel.give_back,
+                        viewed.lease,
+                    )
+                )
+    return views
+
+
+def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
+    """Fill buffers from a local server's arena. `FAILED` where another way is to be tried.
+
+    Few objects are viewed at a time: what is viewed can't make room for what is still on the disk.
+    """
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(keys):
+        first = last = len(outcomes)
+        size = 0
+        while (
+            last < len(keys) and last - first < MAX_KEYS and (last == first or size + len(buffers[last]) <= COPY_BYTES)
+        ):
+            size += len(buffers[last])
+            last += 1
+        wants = [Want(keys[at], len(buffers[at])) for at in range(first, last)]
+        views = view_all(peer, wants, deadline)
+        for view, buffer in zip(views, buffers[first:last], strict=True):
+            outcomes.append(_copy(view, buffer, deadline) if isinstance(view, View) else view)
+    return outcomes
+
+
+def _copy(view: View, buffer: memoryview, deadline: float) -> Outcome:
+    try:
+        if time.monotonic() >= deadline:
+            return Outcome.TIMED_OUT
+        if len(buffer):
+            # Slice assignment would hold the interpreter's lock for as long as it takes.
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(view.data, np.uint8))
+        return Outcome.OK if view.is_valid() else Outcome.FAILED
+    finally:
+        view.release()

@@ -1,0 +1,216 @@
+"""Frames over a blocking socket: heads and meta through a small buffer, values straight into and out of memory.
+
+`Wire` holds all waiting to one absolute deadline, however the peer trickles. Once it has passed the socket is shut
+down and nothing more is read, so nothing is written to anyone's memory afterwards.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from cygnet.gcache.limits import MAX_META_BYTES
+from cygnet.gcache.protocol import HEAD_BYTES, FrameHead, unpack_head
+from cygnet.gcache.runtime.watchdog import Watchdog
+
+BUFFER_BYTES = 4096
+"""Most that is read ahead of a head. What of it belongs to a value is copied, so it is small."""
+MAX_PARTS = 512
+"""Pieces of memory per system call; systems take 1024."""
+STREAM_BYTES = 128 << 10
+"""Longer values are hashed while the rest of them arrives."""
+
+
+class DeadlineError(TimeoutError):
+    """The deadline has passed in the middle of a frame: the connection can't be used any more."""
+
+
+class PeerClosedError(ConnectionError):
+    """The peer has closed the connection."""
+
+
+class Piece:
+    """Memory of at least one byte for one chunk, or for something without a checksum, that is to arrive."""
+
+    __slots__ = ("_hasher", "checked", "digest", "done", "seed", "view")
+
+    def __init__(self, view: memoryview, seed: int = 0, *, checked: bool = True) -> None:
+        self.view = view
+        self.seed = seed
+        self.checked = checked
+        """Whether it is hashed."""
+        self.digest = 0
+        """Its hash, once it is full."""
+        self.done = 0
+        self._hasher = xxh3_64(seed=seed) if checked and len(view) > STREAM_BYTES else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all has arrived."""
+        return self.done == len(self.view)
+
+    def take(self, count: int) -> int:
+        """Up to `count` more bytes have arrived in the view; returns how many of them it takes."""
+        fresh = min(count, len(self.view) - self.done)
+        if self._hasher is not None:
+            self._hasher.update(self.view[self.done : self.done + fresh])
+        self.done += fresh
+        if self.checked and self.is_full:
+            hashed = self._hasher.intdigest() if self._hasher else xxh3_64_intdigest(self.view, seed=self.seed)
+            self.digest = hashed
+        return fresh
+
+
+class Wire:
+    """One end of a connection. One thread reads, and one writes.
+
+    Raises `DeadlineError`, `PeerClosedError`, other `OSError`s and `ProtocolError`; after any of them it is to
+    be closed.
+    """
+
+    def __init__(self, sock: socket.socket, magic: bytes, watchdog: Watchdog) -> None:
+        self.sock = sock
+        sock.settimeout(None)
+        self.deadline = float("inf")
+        """Monotonic seconds, for all that follows; set it with `arm`."""
+        self.expired = False
+        self._magic = magic
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._begin = self._end = 0
+        self._watchdog = watchdog
+        self._lock = threading.Lock()
+        watchdog.add(self)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._watchdog.discard(self)
+        self.sock.close()
+
+    def arm(self, deadline: float) -> None:
+        """Have everything end by `deadline`."""
+        self.deadline = deadline
+        if deadline < self._watchdog.wakes_at:
+            if deadline <= time.monotonic():
+                raise DeadlineError("the deadline has passed")
+            self._watchdog.nudge()
+
+    def disarm(self) -> bool:
+        """Nothing is waited for any more; `False` when the deadline had passed, and the socket is shut down."""
+        with self._lock:
+            self.deadline = float("inf")
+            return not self.expired
+
+    def expire(self) -> None:
+        """The deadline has passed: whoever waits returns at once."""
+        with self._lock:
+            if self.deadline > time.monotonic():
+                return  # it was taken back, or moved for the next call
+            self.expired = True
+            self.deadline = float("inf")
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed already
+
+    def _ended(self) -> Exception:
+        return (
+            DeadlineError("the deadline has passed")
+            if self.expired
+            else PeerClosedError("the peer closed the connection")
+        )
+
+    # --- reading
+
+    def read_head(self, expected: int = BUFFER_BYTES) -> FrameHead:
+        """The next frame's head. `expected` bytes of head and meta are read with one call, if they are there."""
+        self._fill(HEAD_BYTES, max(HEAD_BYTES, min(expected, BUFFER_BYTES)))
+        head = unpack_head(self._buffer[self._begin : self._begin + HEAD_BYTES], self._magic)
+        self._begin += HEAD_BYTES
+        return head
+
+    def read_bytes(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        if count <= self._end - self._begin:
+            data = bytes(self._buffer[self._begin : self._begin + count])
+            self._begin += count
+            return data
+        if count > MAX_META_BYTES:
+            raise ValueError(f"{count} bytes are no meta part")
+        data_ = bytearray(count)
+        self.read_pieces([Piece(memoryview(data_), checked=False)])
+        return bytes(data_)
+
+    def read_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Fill all, in order, and hash those to be checked."""
+        at = 0
+        while at < len(pieces):
+            if pieces[at].is_full:
+                at += 1
+                continue
+            got = self._read_into(pieces, at)
+            while got:
+                got -= pieces[at].take(got)
+                at += pieces[at].is_full
+
+    def _read_into(self, pieces: Sequence[Piece], at: int) -> int:
+        target = pieces[at].view[pieces[at].done :]
+        buffered = self._end - self._begin
+        if buffered:
+            size = min(buffered, len(target))
+            target[:size] = self._buffer[self._begin : self._begin + size]
+            self._begin += size
+            return size
+        if len(target) >= STREAM_BYTES or at + 1 == len(pieces):
+            got = self.sock.recv_into(target)
+        else:
+            got = self.sock.recvmsg_into(_views(target, pieces, at + 1))[0]
+        if not got:
+            raise self._ended()
+        return got
+
+    def _fill(self, needed: int, wanted: int) -> None:
+        """Have `needed` bytes in the buffer, reading up to `wanted`."""
+        have = self._end - self._begin
+        if have >= needed:
+            return
+        if self._begin:
+            self._buffer[:have] = bytes(self._buffer[self._begin : self._end])
+            self._begin, self._end = 0, have
+        while self._end < needed:
+            got = self.sock.recv_into(self._buffer[self._end : max(wanted, needed)])
+            if not got:
+                raise self._ended()
+            self._end += got
+
+    # --- writing
+
+    def send(self, parts: "Sequence[bytes | memoryview]") -> None:
+        """Send all parts, in order, without copying them together."""
+        try:
+            if len(parts) == 1:
+                self.sock.sendall(parts[0])
+                return
+            left = [part for part in parts if len(part)]
+            at = 0
+            while at < len(left):
+                sent = self.sock.sendmsg(left[at : at + MAX_PARTS])
+                while at < len(left) and sent >= len(left[at]):
+                    sent -= len(left[at])
+                    at += 1
+                if sent:
+                    left[at] = memoryview(left[at])[sent:]
+        except OSError as error:
+            raise self._ended() if self.expired else error from None
+
+
+def _views(first: memoryview, pieces: Sequence[Piece], at: int) -> list[memoryview]:
+    """What one call may fill: not more pieces than it is likely to."""
+    views, size = [first], len(first)
+    for piece in pieces[at : at + MAX_PARTS - 1]:
+        if size >= 2 * STREAM_BYTES:
+            break
+        views.append(piece.view)
+        size += len(piece.view)
+    return views
