@@ -9,15 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cygnet.router.index import MIN_ENTRIES, PrefixIndex
 from cygnet.router.ladder import KEY_BYTES, LADDER, MAX_BLOCKS, chain_length, rungs, step_at, stored_depths
-from cygnet.router.prompt import chain_keys
+from router.chains import chain_of
 
 TTL = 1000
-
-
-def chain_of(words: list[int]) -> bytes:
-    """A chain whose key at depth d depends on the first d words."""
-    text = b"".join(word.to_bytes(4, "little") for word in words)
-    return chain_keys([memoryview(text)], 7, 4)
 
 
 def test_ladder_thins_out() -> None:

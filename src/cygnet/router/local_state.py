@@ -28,6 +28,10 @@ class LocalState:
         self._ledger = Ledger()
         self.index = PrefixIndex(ttl_ns, max_entries)
 
+    @property
+    def reachable(self) -> bool:
+        return True
+
     def route(self, request: RouteRequest, then: Placed) -> None:
         now = self._clock()
         self._ledger.reap(now)

@@ -1,7 +1,7 @@
 """Requests that wait because every worker is at its budget: fewest uncached tokens first, with ageing."""
 
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 
 NS_PER_S = 1_000_000_000
 
@@ -67,6 +67,11 @@ class AdmissionQueue:
         while self._by_order and not self._is_current(self._by_order[0][2], self._by_order[0][1]):
             heappop(self._by_order)
         return self._waiting[self._by_order[0][2]] if self._by_order else None
+
+    def next_ones(self, limit: int) -> list[Waiting]:
+        """The first `limit` in order; they stay in the queue. O(n)."""
+        current = (entry for entry in self._by_order if self._is_current(entry[2], entry[1]))
+        return [self._waiting[request_id] for _, _, request_id in nsmallest(limit, current)]
 
     def remove(self, request_id: str) -> bool:
         """Take out: dispatched or given up. `False` if it does not wait. O(1); its heap entries go later."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from cygnet.router.view import Roster, WorkerRecord
 
 MAX_SLOTS = 1024
@@ -13,7 +15,7 @@ class SlotTable:
     its bit.
 
     Invariants (`audit`): a slot has at most one worker and a worker one slot; a slot is in use, in quarantine, or never
-    was used; `version` counts the changes.
+    was used; `version` counts the changes, of which a registration's new end is none.
     """
 
     def __init__(self, quarantine: int) -> None:
@@ -26,7 +28,7 @@ class SlotTable:
     @property
     def roster(self) -> Roster:
         """All workers now."""
-        return Roster(self._version, dict(self._workers))
+        return Roster(0, self._version, dict(self._workers))
 
     @property
     def live(self) -> int:
@@ -41,8 +43,9 @@ class SlotTable:
         """Register, or change what is registered. Returns the slot; `None` when all are taken."""
         slot = self.slot_of(record.url)
         if slot is not None:
-            if self._workers[slot] != record:
-                self._workers[slot] = record
+            known = self._workers[slot]
+            self._workers[slot] = record
+            if replace(known, expires_at=record.expires_at) != record:
                 self._version += 1
             return slot
         free = min((slot for slot, at in self._freed.items() if now - at >= self._quarantine), default=None)

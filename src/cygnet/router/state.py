@@ -57,7 +57,15 @@ class Lease:
 
 
 class State(Protocol):
-    """Shared state of a fleet of routers. Calls do not block; `then` is called once, maybe before `route` returns."""
+    """Shared state of a fleet of routers. Calls do not block; `then` is called once, maybe before `route` returns.
+
+    The coroutines raise `StateUnavailableError` when the state can't be reached; the other calls never fail.
+    """
+
+    @property
+    def reachable(self) -> bool:
+        """Whether calls reach the state now."""
+        ...
 
     def route(self, request: RouteRequest, then: Placed) -> None:
         """Longest match, choice, lease, load and insert in one atomic step. Never fails: see `Decision.shared`."""

@@ -22,8 +22,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """All registered workers by slot, and the number of changes so far."""
+    """All registered workers by slot, and the number of changes so far. `epoch` differs after the state was lost."""
 
+    epoch: int
     version: int
     workers: dict[int, WorkerRecord]
 
