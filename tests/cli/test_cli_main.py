@@ -11,7 +11,7 @@ from cygnet.base.errors import InvariantError
 from cygnet.version import __version__
 
 HEAVY = ("torch", "numpy", "httpx", "fastapi", "uvicorn", "transformers", "zmq", "rich", "psutil", "asyncio")
-VERBS = (["serve"], ["chat"], ["bench", "serve"], ["config", "show"], ["doctor"], ["version"], [])
+VERBS = (["serve"], ["router"], ["chat"], ["bench", "serve"], ["config", "show"], ["doctor"], ["version"], [])
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -180,6 +180,9 @@ class MockWorker:
                 await asyncio.wait([work], timeout=POLL_S)
             work.result()
             await writer.drain()
+        except ConnectionError:
+            self.aborted += 1
+            return False
         finally:
             self.running -= 1
             work.cancel()

@@ -10,6 +10,7 @@ from cygnet.cli.bench.command import bench_app
 from cygnet.cli.chat import chat
 from cygnet.cli.config import config_app
 from cygnet.cli.doctor import doctor
+from cygnet.cli.router import router
 from cygnet.cli.serve import serve
 from cygnet.version import __version__
 
@@ -45,6 +46,7 @@ def root(
 
 
 app.command()(serve)
+app.command()(router)
 app.command()(chat)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 import socket
 import sys
 import time
@@ -144,6 +145,21 @@ class Service:
             exchange.cut()
         for connection in list(proxy.connections):
             connection.abort()
+
+
+async def serve(
+    config: RouterConfig, listener: socket.socket, ready: Callable[[Proxy], None] = lambda proxy: None
+) -> None:
+    """Run a router until SIGINT or SIGTERM, then drain; a second signal ends it at once."""
+    service = Service(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, service.stop)
+    try:
+        await service.run(listener, ready)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 def _write_log(proxy: Proxy) -> None:
