@@ -66,8 +66,6 @@ def test_entries_expire_and_are_renewed_by_use() -> None:
     index.insert(chain, 0, 20, 1, TTL - 1)
     assert index.match(chain, [0], TTL + 5) == [20]
     assert index.match(chain, [0], 2 * TTL) == [0]
-    assert index.expire(2 * TTL) == 20
-    assert len(index) == 0
 
 
 def test_a_slot_that_left_is_gone_from_what_is_renewed() -> None:
@@ -144,10 +142,6 @@ class IndexMachine(RuleBasedStateMachine):
         if self.live != (1 << len(self.SLOTS)) - 1:
             self.now += TTL
             self.live = (1 << len(self.SLOTS)) - 1
-
-    @rule()
-    def tidy(self) -> None:
-        self.index.expire(self.now)
 
     @invariant()
     def agrees_with_the_model(self) -> None:

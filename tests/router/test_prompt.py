@@ -151,7 +151,18 @@ def test_workers(text: str, url: str, group: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["host:80", "https://h:1", "http://h", "http://h:1/v1", "http://h:99999", "http://u:p@h:1", "", "http://:1"]
+    "text",
+    [
+        "host:80",
+        "https://h:1",
+        "http://h",
+        "http://h:1/v1",
+        "http://h:99999",
+        "http://u:p@h:1",
+        "",
+        "http://:1",
+        "http://[::1:1",
+    ],
 )
 def test_a_worker_that_cannot_be_meant(text: str) -> None:
     with pytest.raises(ConfigError, match="write http://host:port"):

@@ -354,3 +354,25 @@ async def test_waiting_ends_with_503_or_with_the_caller() -> None:
             gate.set()
             assert (await busy.answer()).whole
         assert len(worker.received) == 1
+
+
+async def test_made_up_models_are_not_remembered() -> None:
+    async with MockWorker() as worker, routing([worker]) as router:
+        for number in range(50):
+            assert (await ask(router, chat() | {"model": f"made-up-{number}"})).status == 404
+        await ask(router, chat())
+        assert set(router.proxy.fleet._members) == {"m"}
+
+
+async def test_an_offer_to_change_protocols_is_not_taken() -> None:
+    async with MockWorker() as worker, routing([worker]) as router, Client(router.port) as client:
+        for text in ("a", "b" * 200_000):
+            offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+            assert (await client.ask(chat(text), headers=offer)).status == 200
+            got = worker.received.pop()
+            assert json.loads(got.body) == chat(text)
+            assert got.header("upgrade") is got.header("http2-settings") is None
+        client.writer.write(b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n" * 500)
+        data = b""
+        while data.count(b'"ok"') < 500:
+            data += await client.reader.read(1 << 16)

@@ -16,9 +16,9 @@ def queue(max_waiting: int = 100, max_wait_s: int = 60, ageing: int = 1000) -> A
 
 def drain(waiting: AdmissionQueue) -> list[str]:
     order = []
-    while first := waiting.first():
-        order.append(first.request_id)
-        assert waiting.remove(first.request_id)
+    while first := waiting.next_ones(1):
+        order.append(first[0].request_id)
+        assert waiting.remove(first[0].request_id)
     return order
 
 
@@ -42,8 +42,7 @@ def test_a_stream_of_short_work_starves_nobody() -> None:
     waiting.add("long", 100_000, 0)
     for second in range(1, 100):
         waiting.add(f"short-{second}", 1, second * S)
-        first = waiting.first()
-        assert first is not None
+        (first,) = waiting.next_ones(1)
         waiting.remove(first.request_id)
         if first.request_id == "long":
             break
@@ -105,11 +104,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def dispatch(self) -> None:
-        first = self.waiting.first()
-        assert (first.request_id if first else None) == min(self.model, key=lambda n: self.model[n][:2], default=None)
+        first = [item.request_id for item in self.waiting.next_ones(3)]
+        assert first == sorted(self.model, key=lambda name: self.model[name][:2])[:3]
         if first:
-            assert self.waiting.remove(first.request_id)
-            del self.model[first.request_id]
+            assert self.waiting.remove(first[0])
+            del self.model[first[0]]
 
     @rule(place=st.integers(0, 20))
     def give_up(self, place: int) -> None:

@@ -199,11 +199,11 @@ def parse_worker(text: str) -> WorkerRecord:
     """`http://host:port` or `group=http://host:port`."""
     head, eq, rest = text.partition("=")
     group, url = (head, rest) if eq and "://" not in head else ("", text)
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        port = None
+        raise ConfigError(f"worker {text!r}: write http://host:port, without a path") from None
     if parts.scheme != "http" or not parts.hostname or not port:
         raise ConfigError(f"worker {text!r}: write http://host:port, without a path")
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:

@@ -69,14 +69,6 @@ class PrefixIndex:
             self._young[key] = ((self._get(key, now) & live) | bit, expiry)
             self._old.pop(key, None)
 
-    def expire(self, now: int) -> int:
-        """Drop what has expired; returns how many. O(entries): for an idle moment."""
-        before = len(self)
-        for generation in (self._young, self._old):
-            for key in [key for key, (_, expiry) in generation.items() if expiry <= now]:
-                del generation[key]
-        return before - len(self)
-
     def audit(self, chains: Iterable[bytes] = (), now: int = 0) -> list[str]:
         """Discrepancies, recomputed from scratch; `chains` are inserted ones whose order of ages is checked."""
         found = [f"{len(self)} entries, at most {self.max_entries}"] if len(self) > self.max_entries else []

@@ -62,14 +62,8 @@ class AdmissionQueue:
     def _is_current(self, request_id: str, count: int) -> bool:
         return self._added.get(request_id) == count
 
-    def first(self) -> Waiting | None:
-        """Who is next; stays in the queue."""
-        while self._by_order and not self._is_current(self._by_order[0][2], self._by_order[0][1]):
-            heappop(self._by_order)
-        return self._waiting[self._by_order[0][2]] if self._by_order else None
-
     def next_ones(self, limit: int) -> list[Waiting]:
-        """The first `limit` in order; they stay in the queue. O(n)."""
+        """Who is next, up to `limit` of them in order; they stay in the queue. O(n)."""
         current = (entry for entry in self._by_order if self._is_current(entry[2], entry[1]))
         return [self._waiting[request_id] for _, _, request_id in nsmallest(limit, current)]
 

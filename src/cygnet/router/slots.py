@@ -23,6 +23,7 @@ class SlotTable:
         self._workers: dict[int, WorkerRecord] = {}
         self._freed: dict[int, int] = {}
         self._next = 0
+        self._live = 0
         self._version = 0
 
     @property
@@ -33,7 +34,7 @@ class SlotTable:
     @property
     def live(self) -> int:
         """Bitmap of the slots in use."""
-        return sum(1 << slot for slot in self._workers)
+        return self._live
 
     def slot_of(self, url: str) -> int | None:
         """Slot of a worker."""
@@ -57,6 +58,7 @@ class SlotTable:
         else:
             return None
         self._workers[free] = record
+        self._live |= 1 << free
         self._version += 1
         return free
 
@@ -65,6 +67,7 @@ class SlotTable:
         slot = self.slot_of(url)
         if slot is not None:
             del self._workers[slot]
+            self._live &= ~(1 << slot)
             self._freed[slot] = now
             self._version += 1
         return slot
@@ -90,6 +93,8 @@ class SlotTable:
         urls = [record.url for record in self._workers.values()]
         found = [f"{url} has several slots" for url in {url for url in urls if urls.count(url) > 1}]
         found += [f"slot {slot} is in use and in quarantine" for slot in self._workers.keys() & self._freed.keys()]
+        if self._live != sum(1 << slot for slot in self._workers):
+            found.append(f"bitmap {self._live:b} differs from the slots in use")
         if sorted({*self._workers, *self._freed}) != list(range(self._next)):
             found.append(f"of slots 0 to {self._next - 1} some are neither in use nor in quarantine")
         return found

@@ -11,6 +11,8 @@ from cygnet.router.runtime.wire import Headers, HttpRequest, error_body, own_res
 
 MAX_PIPELINED = 16
 LINGER_S = 2.0
+OFFER = frozenset((b"connection", b"upgrade", b"http2-settings", b"expect"))
+"""Headers of an offer to go on in another protocol, and what need not be answered twice."""
 
 
 class Handler(Protocol):
@@ -124,6 +126,12 @@ class ClientConnection(asyncio.Protocol):
                 self._started = True
                 if not self._busy:
                     self.deadline = self._loop.time() + self._gate.settings.receive_s
+        while data:
+            data = self._feed(data)
+        self._next()
+
+    def _feed(self, data: bytes) -> bytes:
+        """Parse. Returns what is to be parsed next: nothing, or the rest of a request that offered another protocol."""
         try:
             self._parser.feed_data(data)
             if self._in_head and self._head_bytes > self._gate.settings.max_head_bytes:
@@ -135,13 +143,26 @@ class ClientConnection(asyncio.Protocol):
             if not isinstance(cause, _Refuse):
                 raise
             self._refuse(cause)
-        except httptools.HttpParserUpgrade:
-            # The offer to change protocols is not taken: the request is served as it is, and nothing after it.
-            self._discarding = True
-            self._waiting[-1].keep_alive = False
+        except httptools.HttpParserUpgrade as offer:
+            return self._decline(data[offer.args[0] :])
         except httptools.HttpParserError as error:
             self._refuse(_Refuse(400, f"malformed HTTP request: {error}"))
-        self._next()
+        return b""
+
+    def _decline(self, rest: bytes) -> bytes:
+        """A caller offers another protocol (Java's client does, for HTTP/2, with every first request).
+
+        The parser takes the request to end with its head. It is parsed again, without the offer, with what follows.
+        """
+        request = self._waiting[-1]
+        if request.method == b"CONNECT":
+            request.keep_alive = False
+            self._discarding = True
+            return b""
+        self._waiting.pop()
+        self._parser = httptools.HttpRequestParser(self)
+        kept = [b"%s: %s\r\n" % (name, value) for lower, name, value in request.headers if lower not in OFFER]
+        return b"%s %s HTTP/1.1\r\n%s\r\n%s" % (request.method, request.target, b"".join(kept), rest)
 
     def eof_received(self) -> bool:
         return False  # closes: a caller that will not read on is treated as one that shut down its side
@@ -155,32 +176,32 @@ class ClientConnection(asyncio.Protocol):
         self._target = b""
         self._headers: Headers = []
         self._body: list[bytes] = []
-        self._expects = False
+        self._fields: dict[bytes, bytes] = {}
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        lower = name.lower()
+        self._headers.append((lower, name, value))
+        self._fields.setdefault(lower, value)
         if len(self._headers) > self._gate.settings.max_headers:
             raise _Refuse(431, f"more than {self._gate.settings.max_headers} headers")
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        size = len(self._target) + sum(len(name) + len(value) + 4 for _, name, value in self._headers)
         if size > self._gate.settings.max_head_bytes:
             raise _Refuse(431, "request line and headers are too large")
-        for name, value in self._headers:
-            lower = name.lower()
-            if lower == b"content-length" and int(value) > self._gate.settings.max_body_bytes:
-                raise _Refuse(413, f"the body is larger than {self._gate.settings.max_body_bytes} bytes")
-            if lower == b"expect":
-                if value.lower() != b"100-continue":
-                    raise _Refuse(417, "unknown expectation")
-                self._expects = True
-        if self._expects and not self._busy:
-            assert self._transport is not None
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if int(self._fields.get(b"content-length", b"0")) > self._gate.settings.max_body_bytes:
+            raise _Refuse(413, f"the body is larger than {self._gate.settings.max_body_bytes} bytes")
+        expected = self._fields.get(b"expect")
+        if expected is not None:
+            if expected.lower() != b"100-continue":
+                raise _Refuse(417, "unknown expectation")
+            if not self._busy:
+                assert self._transport is not None
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
@@ -195,6 +216,7 @@ class ClientConnection(asyncio.Protocol):
             method=self._parser.get_method(),
             target=self._target,
             headers=self._headers,
+            fields=self._fields,
             body=self._body[0] if len(self._body) == 1 else b"".join(self._body),
             keep_alive=self._parser.should_keep_alive(),
             chunks=self._parser.get_http_version() == "1.1",
@@ -248,6 +270,7 @@ class ClientConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if not keep_alive or self._gate.stopping:
+            self.deadline = self._loop.time() + self._gate.settings.stall_s  # for what is still to be taken
             self._transport.close()
             return
         self.deadline = self._loop.time() + self._gate.settings.idle_s

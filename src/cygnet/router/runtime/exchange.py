@@ -2,7 +2,6 @@
 once.
 """
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from cygnet.metrics import router as names
@@ -53,7 +52,7 @@ class Exchange:
     ) -> None:
         self._proxy = proxy
         self._client = client
-        self._loop = asyncio.get_running_loop()
+        self._loop = proxy.loop
         self._request = request
         self._key = key
         self._upstream: UpstreamConnection | None = None
@@ -253,6 +252,8 @@ class Exchange:
 
     def client_resumed(self) -> None:
         """It has caught up."""
+        if not self._paused:  # with the answer before this one
+            return
         self._paused = False
         self.deadline = self._loop.time() + self._proxy.config.workers.between_bytes_s
         if self._upstream is not None:

@@ -85,7 +85,7 @@ async def fetch(url: str, path: str, authorization: bytes, timeout_s: float) -> 
                     break
                 try:
                     parser.feed_data(data)
-                except httptools.HttpParserError as error:
+                except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                     raise ValueError(f"not HTTP: {error}") from None
                 if len(collector.body) > MAX_PROBE_BYTES:
                     raise ValueError("answer too long")
@@ -177,7 +177,8 @@ class Fleet:
                 and worker.health.available(now)
             )
             # An open breaker changes with time alone, so then nothing is kept.
-            if all(worker.health.circuit == "closed" for worker in self._workers.values()):
+            # What nobody serves is not kept either: callers can make up any number of names.
+            if known and all(worker.health.circuit == "closed" for worker in self._workers.values()):
                 self._members[model] = known
         return known
 
@@ -204,6 +205,9 @@ class Fleet:
 
     async def sync(self) -> None:
         """Bring the workers in line with the roster, and the roster in line with the workers given at the start."""
+        for probe in self._probes.values():
+            if probe.done():
+                probe.result()  # probes never end by themselves: this raises
         try:
             roster = await self._state.roster()
             if roster.epoch != self._epoch:  # the first time, or the state was emptied

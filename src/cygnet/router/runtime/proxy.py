@@ -54,7 +54,7 @@ class Proxy:
         self.stopping = False
         self.loads: dict[int, int] = {}
         self.log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._keys = keys
         self._limits = KeyLimits(
             frozenset(key_digest(key) for key in config.auth.api_keys),
@@ -284,7 +284,7 @@ class Proxy:
         ):
             exchange.fail(429, "all workers are busy and the queue is full", "queue_full", retry_after_s=1)
             return
-        self._queued_at[exchange.lease_id] = self._loop.time()
+        self._queued_at[exchange.lease_id] = self.loop.time()
 
     @property
     def num_waiting(self) -> int:
@@ -295,7 +295,7 @@ class Proxy:
         """Room may have come: place who waits, in order."""
         if not self._pumping and self._queued_at:
             self._pumping = True
-            self._loop.call_soon(self._pump)
+            self.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         self._pumping = False
@@ -322,7 +322,7 @@ class Proxy:
         at = self._queued_at.pop(exchange.lease_id, None)
         if at is not None:
             self._queues[exchange.prompt.model].remove(exchange.lease_id)
-            self.recorder.observe(names.QUEUED, self._loop.time() - at)
+            self.recorder.observe(names.QUEUED, self.loop.time() - at)
 
     # --- the end of a request
 
@@ -335,7 +335,7 @@ class Proxy:
         if key:
             self._limits.end(key)
         self.recorder.add(names.REQUESTS, (str(status),))
-        self.recorder.observe(names.DURATION, self._loop.time() - exchange.began)
+        self.recorder.observe(names.DURATION, self.loop.time() - exchange.began)
         self.pump()
 
     def log_access(self, exchange: Exchange, request: HttpRequest, status: int, num_bytes: int, note: str) -> None:
@@ -343,7 +343,7 @@ class Proxy:
         if not self.settings.access_log:
             return
         worker = exchange.worker.url if exchange.worker is not None else "-"
-        took = (self._loop.time() - exchange.began) * 1000
+        took = (self.loop.time() - exchange.began) * 1000
         first = (exchange.first_byte - exchange.began) * 1000 if exchange.first_byte else 0.0
         line = (
             f"{exchange.request_id.decode('latin-1')} {request.method.decode()} "
@@ -357,7 +357,7 @@ class Proxy:
 
     def tick(self) -> None:
         """Look at deadlines. To be called several times a second."""
-        now = self._loop.time()
+        now = self.loop.time()
         for exchange in [exchange for exchange in self.exchanges.values() if exchange.deadline <= now]:
             if not exchange.done:
                 exchange.overdue()
@@ -374,7 +374,7 @@ class Proxy:
 
     def tidy(self) -> None:
         """Close what has been idle for too long. To be called about once a second."""
-        now = self._loop.time()
+        now = self.loop.time()
         for connection in [c for c in self.connections if 0 < c.deadline <= now]:
             connection.abort()
         before = now - self.config.workers.idle_s

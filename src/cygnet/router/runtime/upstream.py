@@ -150,7 +150,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        self._headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -162,8 +162,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._in_head = False
         length: int | None = None
         chunked = False
-        for name, value in self._headers:
-            lower = name.lower()
+        for lower, _, value in self._headers:
             if lower == b"content-length":
                 length = int(value)
             elif lower == b"transfer-encoding":

@@ -6,7 +6,8 @@ from http import HTTPStatus
 
 import msgspec
 
-Headers = list[tuple[bytes, bytes]]
+Headers = list[tuple[bytes, bytes, bytes]]
+"""Name in lower case, name as it came, value."""
 
 HOP_BY_HOP = frozenset(
     (
@@ -30,6 +31,8 @@ class HttpRequest:
     method: bytes
     target: bytes
     headers: Headers
+    fields: dict[bytes, bytes]
+    """The first value of each header, by its name in lower case."""
     body: bytes
     keep_alive: bool
     chunks: bool
@@ -37,7 +40,7 @@ class HttpRequest:
 
     def header(self, name: bytes) -> bytes:
         """Value of the first header `name` (in lower case), or empty."""
-        return next((value for key, value in self.headers if key.lower() == name), b"")
+        return self.fields.get(name, b"")
 
 
 @dataclass(slots=True)
@@ -53,20 +56,21 @@ class ResponseHead:
 def connection_options(headers: Headers) -> frozenset[bytes]:
     """Names that `Connection` headers declare to be of this connection only."""
     options: set[bytes] = set()
-    for name, value in headers:
-        if name.lower() == b"connection":
+    for lower, _, value in headers:
+        if lower == b"connection":
             options.update(part.strip().lower() for part in value.split(b","))
     return frozenset(options)
 
 
 def request_head(request: HttpRequest, host: bytes, request_id: bytes, authorization: bytes | None) -> bytes:
     """The request's head for a worker. `authorization` replaces the caller's when given; empty removes it."""
-    options = connection_options(request.headers)
-    skip = NOT_FORWARDED | options if options else NOT_FORWARDED
+    skip = NOT_FORWARDED
+    if b"connection" in request.fields:
+        skip = skip | connection_options(request.headers)
     if authorization is not None:
         skip = skip | {b"authorization"}
     parts = [b"%s %s HTTP/1.1\r\nHost: %s\r\n" % (request.method, request.target, host)]
-    parts += [b"%s: %s\r\n" % (name, value) for name, value in request.headers if name.lower() not in skip]
+    parts += [b"%s: %s\r\n" % (name, value) for lower, name, value in request.headers if lower not in skip]
     if authorization:
         parts.append(b"Authorization: %s\r\n" % authorization)
     parts.append(b"Content-Length: %d\r\nX-Request-Id: %s\r\n\r\n" % (len(request.body), request_id))
@@ -78,7 +82,7 @@ def response_head(head: ResponseHead, request: HttpRequest, request_id: bytes) -
     options = connection_options(head.headers)
     skip = NOT_RETURNED | options if options else NOT_RETURNED
     parts = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
-    parts += [b"%s: %s\r\n" % (name, value) for name, value in head.headers if name.lower() not in skip]
+    parts += [b"%s: %s\r\n" % (name, value) for lower, name, value in head.headers if lower not in skip]
     parts.append(b"X-Request-Id: %s\r\n" % request_id)
     chunked = False
     if head.length is not None:
