@@ -1,11 +1,11 @@
 """Who works on what: leases of requests on workers, and the loads that follow from them."""
 
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class Held:
+
+class Held(Struct, frozen=True, gc=False):
     """One request's claim on a worker: `cost` tokens of its load, until `expiry` unless renewed."""
 
     slot: int

@@ -54,8 +54,7 @@ class KeySettings:
         return max(1, int(self.block_bytes / self.bytes_per_token))
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """What is known of a request before it is placed."""
 
     model: str

@@ -13,6 +13,8 @@ one step. `runtime/lua/route.lua` computes the same in the same order of operati
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -45,8 +47,7 @@ class Plan:
     """When no candidate of the right length has room, take another."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True, gc=False):
     """Place in `Plan.candidates`, and whether it is one of another length bucket."""
 
     place: int

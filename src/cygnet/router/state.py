@@ -5,15 +5,15 @@ Two implementations pass the same contract test (`tests/router/state_contract.py
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from cygnet.router.scoring import Plan
 from cygnet.router.view import Roster, WorkerRecord
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(Struct, frozen=True, gc=False):
     """A request to place. `chain` holds its block keys (8 bytes each), which cover `block_tokens` tokens each."""
 
     request_id: str
@@ -25,8 +25,7 @@ class RouteRequest:
     """Uniform in [0, 1), for ties."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True, gc=False):
     """A worker was chosen and its load raised by `cost`, until the lease named by the request id is released."""
 
     slot: int
@@ -37,8 +36,7 @@ class Decision:
     """`False`: decided without the shared state, which could not be reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoRoom:
+class NoRoom(Struct, frozen=True, gc=False):
     """Every candidate is at its budget. `matched_tokens` is the best match."""
 
     matched_tokens: int
@@ -47,8 +45,7 @@ class NoRoom:
 Placed = Callable[[Decision | NoRoom], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Struct, frozen=True, gc=False):
     """What a router holds for a request in flight."""
 
     request_id: str
