@@ -376,3 +376,29 @@ async def test_an_offer_to_change_protocols_is_not_taken() -> None:
         data = b""
         while data.count(b'"ok"') < 500:
             data += await client.reader.read(1 << 16)
+
+
+@pytest.mark.parametrize("headers", ["Content-Encoding: gzip\r\n", ""])
+async def test_bodies_that_are_no_json_pass_as_they_are(headers: str) -> None:
+    async with MockWorker() as worker, routing([worker]) as router, Client(router.port) as client:
+        kind = "application/json" if headers else "multipart/form-data; boundary=x"
+        head = f"POST /v1/audio HTTP/1.1\r\nHost: r\r\nContent-Type: {kind}\r\n{headers}Content-Length: 4\r\n\r\n"
+        client.writer.write(head.encode() + b"\x1f\x8b\x00\xff")
+        assert (await client.answer()).status == 200
+        assert worker.received[0].body == b"\x1f\x8b\x00\xff"
+
+
+async def test_a_worker_that_left_keeps_no_connection() -> None:
+    hold = asyncio.Event()
+    async with MockWorker(behaviour=stream(2, hold=hold)) as one, MockWorker() as two, routing([one]) as router:
+        pool = router.proxy.fleet.workers[0].pool
+        async with Client(router.port) as client:
+            await client.send(json.dumps(chat()).encode())
+            await until(lambda: one.running)
+            await ask(router, {"url": two.url}, path="/workers")
+            await ask(router, b"", method="DELETE", path=f"/workers?url={one.url}")
+            hold.set()
+            assert (await client.answer()).whole
+        await until(lambda: not pool._open)
+        await until(lambda: router.proxy.fleet.members("m"))
+        assert (await ask(router, chat())).headers["x-worker"] == two.name

@@ -114,6 +114,37 @@ async def test_workers_added_at_one_router_are_known_to_all(shared_redis: RedisP
             assert (await two.ask(chat())).status == 200
 
 
+async def test_a_restart_seen_by_two_routers_counts_once(shared_redis: RedisProcess) -> None:
+    shared = ("--redis", shared_redis.url, "--set", "redis.namespace=restart", "--set", "redis.lease_s=2")
+    async with MockWorker() as worker, started([worker], *shared) as one, started([worker], *shared) as two:
+
+        async def seen(router: RouterProcess) -> tuple[int, bool]:
+            (shown,) = (await router.get("/workers"))["workers"]
+            return shown["slot"], shown["up"]
+
+        assert [await seen(router) for router in (one, two)] == [(0, True)] * 2
+        await worker.kill()
+        while any(up for _, up in [await seen(one), await seen(two)]):
+            await asyncio.sleep(0.02)
+        await worker.start()
+        while [await seen(one), await seen(two)] != [(1, True)] * 2:
+            await asyncio.sleep(0.02)
+        for _ in range(20):  # several probes later
+            assert [await seen(one), await seen(two)] == [(1, True)] * 2
+            await asyncio.sleep(0.05)
+
+
+async def test_a_drain_outlives_a_routers_restart(shared_redis: RedisProcess) -> None:
+    shared = ("--redis", shared_redis.url, "--set", "redis.namespace=drain")
+    async with MockWorker() as worker:
+        async with started([worker], *shared) as one:
+            assert (await one.ask({"url": worker.url, "draining": True}, path="/workers")).status == 200
+        async with started([worker], *shared) as two:
+            (shown,) = (await two.get("/workers"))["workers"]
+            assert shown["draining"] is True
+            assert (await two.ask(chat())).status == 503
+
+
 async def test_redis_dies_freezes_and_comes_back_under_requests(own_redis: RedisProcess) -> None:
     workers = [MockWorker(name="a"), MockWorker(name="b")]
     async with workers[0], workers[1], started(workers, "--redis", own_redis.url) as router:
@@ -169,6 +200,10 @@ async def test_sigterm_drains_and_a_second_one_does_not_wait() -> None:
             await client.send(json.dumps(chat()).encode())
             await until(lambda: worker.running == 1)
             router.process.send_signal(signal.SIGTERM)
+            with pytest.raises(OSError):  # once it listens no more, the first one has been seen
+                while True:
+                    async with Client(router.port):
+                        await asyncio.sleep(0.02)
             router.process.send_signal(signal.SIGTERM)
             assert not (await client.answer()).whole
             assert await router.wait() == 0

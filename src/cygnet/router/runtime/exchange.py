@@ -61,7 +61,6 @@ class Exchange:
         self._started = False
         self._paused = False
         self._sent_bytes = 0
-        self._prefill_cost = 0
         self.prompt = prompt
         self.lease_id = lease_id
         self.request_id = request_id

@@ -195,7 +195,7 @@ class Fleet:
 
     def failed(self, worker: Worker, kind: str) -> None:
         """A request to the worker failed."""
-        if kind == "connect":
+        if kind == "refused":
             worker.refused_connection = True
         if worker.health.failed(self._now()):
             log.warning("worker %s: too many failures (%s), no requests for a while", worker.url, kind)
@@ -211,9 +211,7 @@ class Fleet:
         try:
             roster = await self._state.roster()
             if roster.epoch != self._epoch:  # the first time, or the state was emptied
-                lost = {record.url: record for record in self._static}
-                lost |= {worker.url: worker.record for worker in self._workers.values()}
-                for record in lost.values():
+                for record in self._missing(roster):
                     ttl_s = self._settings.probe_s * 4 if record.expires_at else 0.0
                     await self._state.join(record, ttl_s)
                 roster = await self._state.roster()
@@ -226,6 +224,17 @@ class Fleet:
         if (roster.epoch, roster.version) != (self._epoch, self._version):
             self._apply(roster)
 
+    def _missing(self, roster: Roster) -> list[WorkerRecord]:
+        """What the roster lacks of the workers given at the start and of those known. A drain that was ordered
+        stays.
+        """
+        registered = {record.url: record for record in roster.workers.values()}
+        wanted = {worker.url: worker.record for worker in self._workers.values() if worker.url not in registered}
+        for record in self._static:
+            known = registered.get(record.url) or wanted.get(record.url) or record
+            wanted[record.url] = msgspec.structs.replace(record, draining=known.draining)
+        return [record for record in wanted.values() if registered.get(record.url) != record]
+
     def _apply(self, roster: Roster) -> None:
         self._epoch, self._version = roster.epoch, roster.version
         urls = {record.url for record in roster.workers.values()}
@@ -236,6 +245,8 @@ class Fleet:
             if worker is None:
                 self._add(slot, record)
             else:
+                if worker.slot != slot:
+                    worker.refused_connection = False  # another router has seen the restart first
                 worker.slot, worker.record = slot, record
         self._by_slot = {worker.slot: worker for worker in self._workers.values()}
         self.changed()
@@ -250,7 +261,7 @@ class Fleet:
     def _remove(self, url: str) -> None:
         worker = self._workers.pop(url)
         self._probes.pop(url).cancel()
-        worker.pool.close_idle(float("inf"))
+        worker.pool.retire()
         log.info("worker %s left", url)
 
     # --- probes

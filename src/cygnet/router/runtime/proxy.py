@@ -150,7 +150,7 @@ class Proxy:
 
     def _read(self, request: HttpRequest, key: bytes) -> Prompt:
         kind = request.header(b"content-type")
-        if kind and b"json" not in kind:
+        if (kind and b"json" not in kind) or request.header(b"content-encoding"):
             return Prompt(model="", chain=b"", tokens=0, prefix=b"", session=b"", priority=0)
         session = request.header(self._session_header) if self._session_header else b""
         return read_prompt(request.body, self._keys, key if self.config.auth.isolate else b"", session)

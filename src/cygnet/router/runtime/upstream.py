@@ -27,7 +27,7 @@ class Receiver(Protocol):
     def complete(self) -> None: ...
 
     def lost(self, kind: str, stale: bool) -> None:
-        """The answer will not come, or not go on. `kind`: connect, reset, garbage.
+        """The answer will not come, or not go on. `kind`: refused (nobody listens), connect, reset, garbage.
 
         `stale`: the connection had served before and was closed without a byte, as workers do with idle ones.
         """
@@ -197,6 +197,7 @@ class WorkerPool:
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()
         self._connecting: dict[Receiver, asyncio.Task[None]] = {}
+        self._retired = False
 
     def send(self, receiver: Receiver, head: bytes, body: bytes, *, fresh: bool = False) -> UpstreamConnection | None:
         """Send a request, on an idle connection if there is one and `fresh` is not asked for.
@@ -217,9 +218,9 @@ class WorkerPool:
                 _, connection = await self._loop.create_connection(
                     lambda: UpstreamConnection(self), self._host, self._port
                 )
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError) as error:
             del self._connecting[receiver]
-            receiver.lost("connect", False)
+            receiver.lost("refused" if isinstance(error, ConnectionRefusedError) else "connect", False)
             return
         except asyncio.CancelledError:
             self._connecting.pop(receiver, None)
@@ -243,7 +244,7 @@ class WorkerPool:
             self._idle.remove(connection)
 
     def put_back(self, connection: UpstreamConnection) -> None:
-        if len(self._idle) >= MAX_IDLE:
+        if self._retired or len(self._idle) >= MAX_IDLE:
             connection.abort()
         else:
             connection.idle_since = self._loop.time()
@@ -253,6 +254,11 @@ class WorkerPool:
         """Close connections that have been idle since `before`. The least recently used ones are at the front."""
         while self._idle and self._idle[0].idle_since < before:
             self._idle.pop(0).abort()
+
+    def retire(self) -> None:
+        """The worker has left: close what is idle, and the rest when it becomes so."""
+        self._retired = True
+        self.close_idle(float("inf"))
 
     async def aclose(self) -> None:
         """Close all connections, also those in use."""
