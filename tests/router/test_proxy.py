@@ -253,6 +253,7 @@ async def test_keys_and_limits() -> None:
             assert (await client.answer()).status == 200
         assert (await ask(router, chat(), headers="X-Api-Key: bob\r\n")).status == 200
         assert {r.header("authorization") for r in worker.received} == {"Bearer worker-key"}
+        assert {r.header("x-api-key") for r in worker.received} == {None}
         for path, status in (
             ("/v1/models", 401),
             ("/workers", 401),

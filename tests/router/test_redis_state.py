@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from statistics import median
 from typing import Any
 from uuid import uuid4
 
@@ -83,7 +84,7 @@ async def test_killed_redis_costs_no_request_and_little_time(own_redis: RedisPro
         await fix.state.loads()
         own_redis.kill()
         decisions = [await timed(fix, [turn] * 10, plan_for(slots)) for turn in range(40)]
-        assert max(seconds for _, seconds in decisions) < 0.1
+        assert median(seconds for _, seconds in decisions) < 0.02
         assert {decision.slot for decision, _ in decisions} == set(slots)
         assert not any(decision.shared for decision, _ in decisions[1:])
         with pytest.raises(StateUnavailableError):
@@ -96,9 +97,9 @@ async def test_frozen_redis_delays_the_first_requests_only(own_redis: RedisProce
         slots = await fix.workers(4)
         own_redis.freeze()
         first = await asyncio.gather(*(timed(fix, [turn] * 10, plan_for(slots)) for turn in range(20)))
-        assert max(seconds for _, seconds in first) < 0.15
-        _, seconds = await timed(fix, [99] * 10, plan_for(slots))
-        assert seconds < 0.02
+        assert max(seconds for _, seconds in first) < 0.5  # one timeout of 50 ms, and what a busy machine adds
+        then = [(await timed(fix, [99 + turn] * 10, plan_for(slots)))[1] for turn in range(21)]
+        assert median(then) < 0.02
         own_redis.thaw()
         state = fix.state
         assert isinstance(state, RedisState)

@@ -63,12 +63,12 @@ def connection_options(headers: Headers) -> frozenset[bytes]:
 
 
 def request_head(request: HttpRequest, host: bytes, request_id: bytes, authorization: bytes | None) -> bytes:
-    """The request's head for a worker. `authorization` replaces the caller's when given; empty removes it."""
+    """The request's head for a worker. `authorization` replaces the caller's keys when given; empty removes them."""
     skip = NOT_FORWARDED
     if b"connection" in request.fields:
         skip = skip | connection_options(request.headers)
     if authorization is not None:
-        skip = skip | {b"authorization"}
+        skip = skip | {b"authorization", b"x-api-key"}
     parts = [b"%s %s HTTP/1.1\r\nHost: %s\r\n" % (request.method, request.target, host)]
     parts += [b"%s: %s\r\n" % (name, value) for lower, name, value in request.headers if lower not in skip]
     if authorization:
