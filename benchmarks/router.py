@@ -416,6 +416,7 @@ def replay(traces: Path, quick: bool) -> dict[str, float]:
     """Agent sessions over 16 workers: tokens that the index found on the chosen workers, beside those truly there."""
     from xxhash import xxh3_64_digest
 
+    from cygnet.router.config import CacheSettings
     from cygnet.router.local_state import LocalState
     from cygnet.router.policies import POLICIES, Ask, Weights
     from cygnet.router.state import Decision, RouteRequest
@@ -436,8 +437,8 @@ def replay(traces: Path, quick: bool) -> dict[str, float]:
                     chain.append(key)
                 requests.append((number * 30.0 + t, number, tokens, len(ids), b"".join(chain)))
     requests.sort(key=lambda request: request[:2])
-    now = 0
-    state = LocalState(lambda: now, ttl_ns=1800 * 10**9, lease_ns=10**18, max_entries=1_000_000)
+    now, cache = 0, CacheSettings()
+    state = LocalState(lambda: now, ttl_ns=int(cache.ttl_s * 1e9), lease_ns=10**18, max_entries=cache.max_entries)
     members = [Member(slot, f"http://worker-{slot}:1") for slot in range(16)]
 
     async def join() -> None:

@@ -86,7 +86,7 @@ class CacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     block_bytes: Annotated[int, Meta(ge=64, le=65536, description="text per block of the index")] = 2048
     bytes_per_token: Annotated[float, Meta(ge=1, le=16, description="for estimates of lengths in tokens")] = 4.0
-    ttl_s: Annotated[float, Meta(ge=1, description="seconds that an unused prefix is remembered")] = 1800.0
+    ttl_s: Annotated[float, Meta(ge=1, description="seconds that an unused prefix is remembered")] = 7200.0
     max_entries: Annotated[int, Meta(ge=4096, description="most prefixes remembered (in-process state)")] = 1_000_000
     volatile_header: Annotated[
         str, Meta(description="regular expression for what to ignore at the start of a system prompt, such as a date")
