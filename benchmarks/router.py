@@ -342,6 +342,8 @@ def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float
             wait_for(port)
         targets = {name: stack.enter_context(target(name, workers, redis_port, folder)) for name in names}
         results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in names}
+        for port, pid in targets.values():
+            measure(port, pid, SHAPES[0], 0.5)  # warm
         for shape in SHAPES:
             for _ in range(rounds):
                 for name, (port, pid) in targets.items():

@@ -52,10 +52,12 @@ class PrefixIndex:
         num_blocks = chain_length(chain)
         if not num_blocks:
             return
-        depths = stored_depths(num_blocks)[: self.max_entries // 2]
-        expiry = now + self.ttl_ns
         entry = self._young.get(key_at(chain, matched)) if matched else None
         renew = entry is None or entry[1] - now < self.ttl_ns * 7 // 8
+        if matched == num_blocks and not renew:
+            return
+        depths = stored_depths(num_blocks)[: self.max_entries // 2]
+        expiry = now + self.ttl_ns
         if entry is not None and not renew:
             depths = [depth for depth in depths if depth > matched]
             expiry = entry[1]
