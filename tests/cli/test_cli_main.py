@@ -13,6 +13,7 @@ from cygnet.version import __version__
 HEAVY = ("torch", "numpy", "httpx", "fastapi", "uvicorn", "transformers", "zmq", "rich", "psutil", "asyncio")
 VERBS = (
     ["serve"],
+    ["router"],
     ["chat"],
     ["cache", "inspect"],
     ["cache", "flush"],

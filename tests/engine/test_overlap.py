@@ -14,6 +14,7 @@ from cygnet.base.messages import (
     AbortRequests,
     AddRequest,
     EngineInput,
+    EngineOutput,
     FlushCache,
     RequestOutput,
     Shutdown,
@@ -51,10 +52,16 @@ class Watched:
         return self._socket.recv()
 
     def send(self, data: bytes) -> None:
-        outputs = msgspec.msgpack.decode(data, type=StepOutputs).outputs
+        outputs = outputs_in(data)
         if outputs:
             self._note("send", [output.request_id for output in outputs])
         self._socket.send(data)
+
+
+def outputs_in(data: bytes) -> list[RequestOutput]:
+    """Outputs in a message of the engine's; none in what it says besides."""
+    message = msgspec.msgpack.decode(data, type=EngineOutput)
+    return message.outputs if isinstance(message, StepOutputs) else []
 
 
 class Bench:
@@ -92,7 +99,7 @@ class Bench:
     def outputs(self) -> list[RequestOutput]:
         said: list[RequestOutput] = []
         while self._ours.poll(0):
-            said += msgspec.msgpack.decode(self._ours.recv(), type=StepOutputs).outputs
+            said += outputs_in(self._ours.recv())
         assert self.runner.wrong == []
         return [msgspec.structs.replace(output, queued_ns=0) for output in said]
 

@@ -4,15 +4,14 @@
 value came from. An unknown key is an error that names the nearest match. There is no global config.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from cygnet.base import settings
 from cygnet.base.errors import ConfigError
 from cygnet.base.units import parse_bytes
 
@@ -184,12 +183,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
 
 def field_docs() -> dict[str, str]:
     """Description of every setting by dotted path."""
-    docs: dict[str, str] = {}
-    for section, hint in get_type_hints(Config).items():
-        for name, annotated in get_type_hints(hint, include_extras=True).items():
-            metas = [m for m in getattr(annotated, "__metadata__", ()) if isinstance(m, Meta)]
-            docs[f"{section}.{name}"] = next((m.description for m in metas if m.description), "")
-    return docs
+    return settings.field_docs(Config)
 
 
 def resolve(
@@ -204,54 +198,14 @@ def resolve(
     `sets` are `path=value` strings; `options` maps dotted paths to values, `None` meaning "not given".
     Raises `ConfigError` for an unreadable file, an unknown path or a value of the wrong type or range.
     """
-    known = field_docs()
-    values: dict[str, Any] = {}
-    sources = dict.fromkeys(known, "default")
-
-    def put(path: str, value: Any, source: str) -> None:
-        if path not in known:
-            near = get_close_matches(path, known, n=1) or get_close_matches(path.split(".")[-1], _leaves(known), n=1)
-            hint = f"; did you mean {_full_path(near[0], known)!r}?" if near else ""
-            raise ConfigError(f"unknown setting {path!r} ({source}){hint}")
-        values[path] = value
-        sources[path] = source
-
-    if file is not None:
-        for path, value in _read_toml(file).items():
-            put(path, value, f"file {file}")
-    if environment and environment.get("CYGNET_API_KEY"):
-        put("api.api_key", environment["CYGNET_API_KEY"], "env CYGNET_API_KEY")
-    for item in sets:
-        path, eq, text = item.partition("=")
-        if not eq:
-            raise ConfigError(f"--set {item!r} needs the form path=value, for example --set kv.block_size=32")
-        put(path.strip(), _parse_scalar(text.strip()), "--set")
-    for path, value in (options or {}).items():
-        if value is not None:
-            put(path, value, "option")
-
-    return ResolvedConfig(_build(values), sources)
-
-
-def _build(values: Mapping[str, Any]) -> Config:
-    """Convert with types checked, one path at a time so that the error names it."""
-    nested: dict[str, dict[str, Any]] = {}
-    for path, value in values.items():
-        section, name = path.split(".")
-        section_type = get_type_hints(Config)[section]
-        hint = get_type_hints(section_type, include_extras=True)[name]
-        if isinstance(value, int | float) and not isinstance(value, bool) and get_type_hints(section_type)[name] is str:
-            value = str(value)
-        try:
-            nested.setdefault(section, {})[name] = msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
-            shown = "(hidden)" if path in SECRET_PATHS else repr(value)
-            raise ConfigError(f"setting {path} = {shown}: {error}") from None
-    config = msgspec.convert(nested, Config)
+    secrets = {"api.api_key": ("CYGNET_API_KEY", (environment or {}).get("CYGNET_API_KEY", ""))}
+    config, sources = settings.lay_over(
+        Config, file=file, secrets=secrets, sets=sets, options=options, secret_paths=SECRET_PATHS
+    )
     check_memory(config.kv.memory)
     check_host_cache(config.kv.host_cache, config.kv.store)
     check_weight_cache(config.model.weight_cache)
-    return config
+    return ResolvedConfig(config, sources)
 
 
 def check_memory(text: str) -> int | float:
@@ -288,34 +242,3 @@ def check_weight_cache(text: str) -> int | None:
         return 0 if text == "off" else parse_bytes(text)
     except ConfigError:
         raise ConfigError(f"model.weight_cache = {text!r}: write auto, off, or a size such as 50GiB") from None
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"can't read config file {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {file} is not valid TOML: {error}") from None
-    flat: dict[str, Any] = {}
-    for section, table in document.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f"config file {file}: {section!r} must be a section such as [{section}]")
-        flat.update({f"{section}.{name}": value for name, value in table.items()})
-    return flat
-
-
-def _parse_scalar(text: str) -> Any:
-    """A `--set` value: TOML where it parses as TOML (numbers, booleans, lists), else the text itself."""
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _leaves(known: Mapping[str, str]) -> list[str]:
-    return [path.split(".")[1] for path in known]
-
-
-def _full_path(near: str, known: Mapping[str, str]) -> str:
-    return near if near in known else next(path for path in known if path.endswith("." + near))

@@ -9,6 +9,7 @@
     │   ├── BodyTooLargeError      413  request body over the limit
     │   └── QueueFullError         429  too many waiting requests; carries retry_after_s
     ├── EngineDeadError            503  the engine process is gone or stopping
+    ├── StateUnavailableError      503  the routers' shared state can't be reached; requests go on without it
     ├── ConfigError                     a setting is unknown, ill-typed or impossible; names it and the remedy
     ├── ModelLoadError                  weights, config or tokenizer are missing or unusable; names file and remedy
     └── InvariantError                  our own bookkeeping is broken. A bug: never caught to go on.
@@ -87,6 +88,10 @@ class QueueFullError(RequestError):
 
 class EngineDeadError(CygnetError):
     """The engine process has died or is shutting down; requests in flight are lost."""
+
+
+class StateUnavailableError(CygnetError):
+    """The state that routers share can't be reached now. Try changes to it again; requests go on without it."""
 
 
 class ConfigError(CygnetError):

@@ -13,6 +13,7 @@ from cygnet.cli.config import config_app
 from cygnet.cli.doctor import doctor
 from cygnet.cli.gcache import gcache_app
 from cygnet.cli.plan import plan
+from cygnet.cli.router import router
 from cygnet.cli.serve import serve
 from cygnet.cli.simulate import simulate
 from cygnet.version import __version__
@@ -49,6 +50,7 @@ def root(
 
 
 app.command()(serve)
+app.command()(router)
 app.command()(chat)
 app.add_typer(cache_app, name="cache")
 app.command()(plan)

@@ -1,0 +1,152 @@
+"""What routing needs of a request's body: model, session, priority, and block keys of its text. The body itself is
+never changed.
+
+Keys are chained hashes over the prompt's JSON text, cut in blocks of `block_bytes`:
+
+    key[i] = xxh3(text[i * block_bytes : (i + 1) * block_bytes], seed = key[i - 1])       key[-1] = xxh3(model, tenant)
+
+The text is: tools, system prompt, messages (or `prompt`, or `input`), in this order wherever they stand in the body,
+as the caller serialised them. So no tokenizer and no full decoding is needed, and a session whose messages only grow
+keeps its keys. A collision costs a wrong route, never a wrong answer, hence a fast hash.
+"""
+
+import re
+from array import array
+from dataclasses import dataclass
+
+import msgspec
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from cygnet.base.errors import InvalidRequestError
+from cygnet.router.ladder import MAX_BLOCKS
+
+_VOLATILE_SPAN = 4096
+"""Characters of a system prompt in which a volatile header is looked for."""
+
+
+class _Body(msgspec.Struct):
+    """The fields that matter, undecoded: what is odd in them is for the worker to say."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    user: msgspec.Raw = msgspec.Raw()
+    prompt_cache_key: msgspec.Raw = msgspec.Raw()
+    priority: msgspec.Raw = msgspec.Raw()
+
+
+@dataclass(frozen=True, slots=True)
+class KeySettings:
+    """How text becomes keys. All routers of a fleet must agree."""
+
+    block_bytes: int = 2048
+    bytes_per_token: float = 4.0
+    volatile_header: "re.Pattern[str] | None" = None
+    """What to leave out at the beginning of a system prompt, such as a date."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that a block stands for."""
+        return max(1, int(self.block_bytes / self.bytes_per_token))
+
+
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """What is known of a request before it is placed."""
+
+    model: str
+    """Empty: the body names none."""
+    chain: bytes
+    """Keys of the whole blocks, 8 bytes each."""
+    tokens: int
+    """Length of the prompt, estimated from its bytes."""
+    prefix: bytes
+    """Key of the first block, or of all the text when it is shorter."""
+    session: bytes
+    priority: int
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_any = msgspec.json.Decoder().decode
+
+
+def read_prompt(body: bytes, settings: KeySettings, tenant: bytes = b"", session: bytes = b"") -> Prompt:
+    """Read a JSON body; `session` from a header goes before what the body says. O(bytes).
+
+    Raises `InvalidRequestError` when the body is not a JSON object.
+    """
+    try:
+        fields = _decode_body(body)
+        model = _text(fields.model)
+        session = session or (_text(fields.prompt_cache_key) or _text(fields.user)).encode()
+        priority = _priority(fields.priority)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
+    pieces = _pieces(fields, settings)
+    num_bytes = sum(map(len, pieces))
+    seed = xxh3_64_intdigest(b"%d %s %s" % (len(tenant), tenant, model.encode()))
+    chain = chain_keys(pieces, seed, settings.block_bytes)
+    return Prompt(
+        model=model,
+        chain=chain,
+        tokens=int(num_bytes / settings.bytes_per_token),
+        prefix=chain[:8] or xxh3_64_digest(b"".join(pieces), seed),
+        session=session,
+        priority=priority,
+    )
+
+
+def _text(raw: msgspec.Raw) -> str:
+    """A string field; empty when it is absent or no string."""
+    return str(_decode_any(raw)) if memoryview(raw)[:1] == b'"' else ""
+
+
+def _priority(raw: msgspec.Raw) -> int:
+    value = _decode_any(raw) if 0 < len(raw) <= 20 else 0
+    return max(-1000, min(1000, value)) if isinstance(value, int) else 0
+
+
+def _pieces(fields: _Body, settings: KeySettings) -> list[memoryview]:
+    """The prompt's text in the order in which models read it, without the closing bracket of what will grow."""
+    pieces = [memoryview(raw) for raw in (fields.tools, fields.instructions, fields.system) if raw]
+    grows = fields.messages or fields.prompt or fields.input
+    if grows:
+        if settings.volatile_header is not None and fields.messages:
+            pieces += _without_header(fields.messages, settings.volatile_header)
+        else:
+            pieces.append(memoryview(grows)[:-1])
+    return pieces
+
+
+def _without_header(messages: msgspec.Raw, header: "re.Pattern[str]") -> list[memoryview]:
+    """Messages with what `header` matches at the beginning of a leading system prompt left out."""
+    whole = [memoryview(messages)[:-1]]
+    try:
+        items = _decode_list(messages)
+        first = _decode_any(items[0]) if items else None
+    except msgspec.DecodeError:
+        return whole
+    if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
+        return whole
+    content = first.get("content")
+    if not isinstance(content, str):
+        return whole
+    match = header.match(content[:_VOLATILE_SPAN])
+    if match is None:
+        return whole
+    return [memoryview(content[match.end() :].encode()), *(memoryview(item) for item in items[1:])]
+
+
+def chain_keys(pieces: list[memoryview], seed: int, block_bytes: int) -> bytes:
+    """Keys of the whole blocks of all pieces joined, at most `MAX_BLOCKS`. One piece is not copied."""
+    text = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+    keys = array("Q")
+    key = seed
+    for start in range(0, min(len(text) // block_bytes, MAX_BLOCKS) * block_bytes, block_bytes):
+        key = xxh3_64_intdigest(text[start : start + block_bytes], key)
+        keys.append(key)
+    return keys.tobytes()

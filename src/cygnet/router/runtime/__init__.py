@@ -1,0 +1,1 @@
+"""The router's sockets, clocks and processes: HTTP proxy, probes, state in Redis."""
