@@ -113,10 +113,15 @@ class DecoderLayer(nn.Module):
         backend: AttentionBackend,
         plan: AttentionPlan,
         layer_kv: LayerKV,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual `x` [num_tokens, hidden_size] after this layer, and `next_norm` of it; `normed` is this layer's
-        `attention_norm` of `x`."""
+        `attention_norm` of `x`. With `rows` only these go on after attention."""
         out = self.attention(normed, rope, ops, backend, plan, layer_kv)
+        if rows is not None:
+            x, out = x[rows], out[rows]
+            if not len(x):
+                return x, x
         x, normed = ops.join(x, out, self.post_attention_norm, self.mlp_norm)
         return ops.join(x, self.mlp(normed, ops), self.post_mlp_norm, next_norm)
 
@@ -228,18 +233,17 @@ class HybridModel(nn.Module):
         x, normed = ops.join(x, None, None, norms[0])
         placed = zip(self.layers, norms[1:], self.description.layers, self.description.layer_groups, strict=True)
         for number, (layer, next_norm, spec, (group, index)) in enumerate(placed):
-            if replay is not None:
-                differs, rows = replay.advance(number)
-                if rows is not None:
-                    x, normed, ropes = x[rows], normed[rows], rope_rows(ropes, rows)
-                if not len(x):
-                    break
-                plans = self._plans(replay.batch) if differs else plans
             group_batch, plan = plans[group]
             rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
             if gate is not None:
                 gate.wait(group, index)
-            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv)
+            differs, rows = replay.advance(number + 1) if replay is not None else (False, None)
+            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv, rows)
+            if not len(x):
+                break
+            if replay is not None and differs:
+                ropes = ropes if rows is None else rope_rows(ropes, rows)
+                plans = self._plans(replay.batch)
         return normed if replay is None else replay.whole(normed, num_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
