@@ -8,8 +8,8 @@ A conversation is prefilled turn by turn, then a request comes that shares its f
 them; the time to its first token is measured. Engines take turns as in `engine.py`, with the same prompts, and a new
 conversation in every round. The sliding windows within a conversation are what an engine keeps or loses:
 
-    edit of an earlier turn     the first 6,144 tokens of it came at once (after a restart, from another replica), then a
-                                turn; the edited one is among the first
+    edit of an earlier turn     the first 6,144 tokens of it came at once (after a restart, from another replica), then
+                                one more turn; the edited one is among the first
     other user, same prompt     it came as one request; 4,096 tokens of it are the system prompt
     sub-agent                   tools and system prompt are the first 4,096 tokens; then turns of 1,024
     ... of 3,000 tokens         as the second, but not at a power of two; no target: what lies between retained windows
