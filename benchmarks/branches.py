@@ -8,10 +8,13 @@ A conversation is prefilled turn by turn, then a request comes that shares its f
 them; the time to its first token is measured. Engines take turns as in `engine.py`, with the same prompts, and a new
 conversation in every round. The sliding windows within a conversation are what an engine keeps or loses:
 
-    edit of an earlier turn     the conversation came in turns of 1,024 tokens, and is left at the end of the fourth
+    edit of an earlier turn     the first 6,144 tokens of it came at once (after a restart, from another replica), then
+                                one more turn; the edited one is among the first
     other user, same prompt     it came as one request; 4,096 tokens of it are the system prompt
     sub-agent                   tools and system prompt are the first 4,096 tokens; then turns of 1,024
     ... of 3,000 tokens         as the second, but not at a power of two; no target: what lies between retained windows
+    edit, turn by turn          it came in turns of 1,024 tokens and is left at the end of the fourth; no target, as any
+                                engine with room keeps the windows at the ends of its requests
     16K, windows evicted        Cygnet has lost all its windows and rebuilds the last from full KV; the others have what
                                 they have after the conversation (llama.cpp's slots are too short for it)
 
@@ -89,10 +92,11 @@ def branch(
 
 TURNS_OF_8K = tuple(range(1024, 8193, 1024))
 ROWS = [
-    branch("edit of an earlier turn", 4096, TURNS_OF_8K, quick=True),
+    branch("edit of an earlier turn", 4096, [6144, 8192], quick=True),
     branch("other user, same prompt", 4096, [8192]),
     branch("sub-agent", 4096, range(5120, 8193, 1024)),
     branch("other user, prompt of 3,000 tokens", 3000, [8192]),
+    branch("edit, turn by turn", 4096, TURNS_OF_8K),
     branch("16K, windows evicted", 16384, range(2048, 17409, 1024), engines=("cygnet", "vllm"), evicted=True),
 ]
 

@@ -16,7 +16,7 @@ from cygnet.engine.runtime.step_inputs import StepInputs
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes
 from cygnet.model.attention.torch_cpu import TorchBackend
-from cygnet.model.batch import GroupBatch
+from cygnet.model.batch import NO_REPLAY, GroupBatch
 from support.tiny_model import WINDOW, tiny_model
 
 SIZE = 4
@@ -140,7 +140,7 @@ class Walk:
 
         replays = [row.exact_from > row.key_floor for row in rows]
         now = any(again and span.start < row.write_full_from for again, (row, span) in zip(replays, pairs, strict=True))
-        exact = [row.exact_from if again else 0 for again, row in zip(replays, rows, strict=True)]
+        exact = [row.exact_from if again else NO_REPLAY for again, row in zip(replays, rows, strict=True)]
         assert batch.exact_from == (exact if now else None)
 
     def _check_group(

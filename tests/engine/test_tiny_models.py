@@ -109,6 +109,21 @@ def test_rebuild_is_chosen_and_exact(case: Case) -> None:
     )
 
 
+def test_rebuild_beside_prompts_that_are_not(case: Case) -> None:
+    """A replay leaves out tokens from layer to layer: its own only, not those of others at the same positions."""
+    if not case.model.description.kv_geometry(4).has_swa:
+        pytest.skip("no sliding-window layers: no window to lose")
+    engine, report = case.engine(), Report()
+    longest = case.answers[-1]
+    run(engine, [longest])
+    tree = engine.core.kv.tree
+    tree.evict_windows(tree.num_evictable_swa, 0)
+    together = [longest, *case.answers[:6]]
+    for answer, got in zip(together, run(engine, together)[0], strict=True):
+        report.compare("beside a rebuild", answer, got)
+    assert report.ties == []
+
+
 def test_turns_and_branches(case: Case) -> None:
     """A conversation that grows, is edited in the middle, and goes on in both versions at once."""
     oracle = tiny.FAMILIES[{"mimo_v2": "mimo"}.get(case.model.description.family, case.model.description.family)]()

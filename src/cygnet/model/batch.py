@@ -8,6 +8,9 @@ from torch import Tensor
 
 from cygnet.model.description import GroupName
 
+NO_REPLAY = -(1 << 40)
+"""Before every position, however many windows are added."""
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -87,9 +90,9 @@ class ForwardBatch:
     wanted: Wanted | None = None
     """None: all rows."""
     exact_from: list[int] | None = None
-    """First position, per request, whose SWA KV must be right in all layers. Where it lies behind the request's first
-    tokens, later layers may leave out some of them (`model/replay.py`): their SWA KV is not written, and their hidden
-    states are of no use. None when no request replays a window."""
+    """First position, per request, whose SWA KV must be right in all layers; `NO_REPLAY` for those that replay nothing.
+    Where it lies behind the request's first tokens, later layers may leave out some of them (`model/replay.py`): their
+    SWA KV is not written, and their hidden states are of no use. None when no request replays a window."""
 
     def queries_wanted(self) -> "ForwardBatch":
         """For the last layer, whose KV is written for all tokens: only the wanted rows are queries, numbered anew.

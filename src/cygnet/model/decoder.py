@@ -117,14 +117,21 @@ class DecoderLayer(nn.Module):
         plan: AttentionPlan,
         layer_kv: LayerKV,
         rows: Tensor | None = None,
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual `x` [num_tokens, hidden_size] after this layer, and `next_norm` of it; `normed` is this layer's
-        `attention_norm` of `x`. With `rows` [n], which `plan` is for then, the results are [n, hidden_size]."""
+        `attention_norm` of `x`.
+
+        With `rows` [n], which `plan` is for then, only these are queries, and the results are [n, hidden_size]. With
+        `keep`, all are queries, and only these rows go on after attention.
+        """
         attended = self.attention(normed, rope, ops, backend, plan, layer_kv, rows)
         if rows is not None:
             x = x[rows]
-            if not len(rows):
-                return x, x
+        if keep is not None:
+            x, attended = x[keep], attended[keep]
+        if not len(x):
+            return x, x
         x, normed = ops.join(x, self.attention.o(attended), self.post_attention_norm, self.mlp_norm)
         return ops.join(x, self.mlp(normed, ops), self.post_mlp_norm, next_norm)
 
@@ -259,17 +266,17 @@ class HybridModel(nn.Module):
         plans = self._plans(batch)
         x, normed = ops.join(x, None, None, self.layers[0].attention_norm)  # type: ignore[arg-type]
         for number, (layer, next_norm, spec, (group, index)) in enumerate(self._placed()):
-            differs, rows = replay.advance(number)
-            if rows is not None:
-                x, normed, ropes = x[rows], normed[rows], rope_rows(ropes, rows)
-            if not len(x):
-                break
-            plans = self._plans(replay.batch) if differs else plans
             group_batch, plan = plans[group]
+            rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
             if batch.gate is not None:
                 batch.gate.wait(group, index)
-            rope, layer_kv = ropes[spec.attention.rope], group_batch.layers[index]
-            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv, None)
+            differs, keep = replay.advance(number + 1)
+            x, normed = layer(x, normed, next_norm, rope, ops, backend, plan, layer_kv, None, keep)
+            if not len(x):
+                break
+            if differs:
+                ropes = ropes if keep is None else rope_rows(ropes, keep)
+                plans = self._plans(replay.batch)
         hidden = replay.whole(normed, num_tokens)
         return hidden if wanted is None else hidden[wanted.rows]
 

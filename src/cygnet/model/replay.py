@@ -9,9 +9,10 @@ position is one window later for each SWA layer passed:
                        ├── second ─────────────────────────────────────────────────────────────────────
                                           ...                 ├── last ────────────────────────────────
 
-Each layer therefore runs on fewer tokens than the one before, which halves the work of a replay. Full-attention layers
-compute what the next SWA layer needs. SWA KV before a layer's first position is not written, and not read: the key
-floor is raised to it.
+So each layer runs on fewer tokens than the one before: after its attention, which has left the KV, it goes on with
+those that the next layer needs. That more than halves the work of a replay. Full-attention layers compute what the next
+SWA layer needs; behind the last of these nothing of the replay is needed. SWA KV before a layer's first position is
+neither written nor read: the key floor is raised to it.
 """
 
 from collections.abc import Mapping
@@ -26,15 +27,14 @@ from cygnet.model.description import ModelDescription, RopeSpec
 
 
 def replay_leads(description: ModelDescription) -> list[int]:
-    """Per layer: how many tokens before `ForwardBatch.exact_from` its input must be right. The last SWA layer's KV must
-    be right from `exact_from` on; what comes after it must not be right before the replay's end."""
-    leads: list[int] = []
-    lead: int | None = None
-    for layer in reversed(description.layers):
-        window = layer.attention.window
-        if window is not None:
-            lead = 0 if lead is None else lead + window
-        leads.append(lead or 0)
+    """Per layer, and for the end: how many tokens before `ForwardBatch.exact_from` the hidden states that go in must be
+    right. The last SWA layer's KV must be right from `exact_from` on; what comes out of it is so a window later."""
+    windows = [layer.attention.window for layer in description.layers]
+    lead = -next((window for window in reversed(windows) if window is not None), 0)
+    leads = [lead]
+    for window in reversed(windows):
+        lead += window or 0
+        leads.append(lead)
     return leads[::-1]
 
 
@@ -56,7 +56,8 @@ class ReplayRows:
         """Rows of the whole step that are left; `None`: all."""
 
     def advance(self, layer: int) -> tuple[bool, Tensor | None]:
-        """Go on to `layer`, in order: whether `batch` is another now, and which rows of the one before it has."""
+        """Go on to `layer`, in order, or to the end: whether `batch` is another now, and which rows it has of the one
+        before (`None`: all)."""
         if self._leads[layer] == self._lead:
             return False, None
         self._lead = self._leads[layer]

@@ -10,7 +10,7 @@ from cygnet.engine.plan import ScheduledRequest
 from cygnet.engine.runtime.rows import Row, Rows
 from cygnet.engine.runtime.step_device import Ints, Staging
 from cygnet.kv.runtime.device_pool import DevicePool
-from cygnet.model.batch import ForwardBatch, GroupBatch, Wanted
+from cygnet.model.batch import NO_REPLAY, ForwardBatch, GroupBatch, Wanted
 
 
 class StepInputs:
@@ -98,7 +98,7 @@ class StepInputs:
         rebuilt = every.exact_from[lines] > every.key_floor[lines]
         if not (rebuilt & (self._start < every.write_full_from[lines])).any():
             return None
-        return np.where(rebuilt, every.exact_from[lines], 0).tolist()
+        return np.where(rebuilt, every.exact_from[lines], NO_REPLAY).tolist()
 
     def _put_tokens(self, out: Ints) -> None:
         """A request at its last token, which may be sampled, runs that one; the others run a part of what they were

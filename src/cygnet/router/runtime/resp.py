@@ -158,7 +158,7 @@ class _Connection(asyncio.Protocol):
     def send(self, command: tuple[bytes | int | str, ...], then: Reply) -> None:
         assert self._transport is not None
         self.pending.append((self._loop.time() + self._timeout_s, then))
-        self._transport.write(hiredis.pack_command(command))
+        self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._check)
 
