@@ -93,7 +93,7 @@ class KeyStore:
 
 
 class Sessions:
-    """Agent sessions without end: a few system prompts, turns that grow a history, edits, and new sessions."""
+    """Agent sessions without end, 200 at a time: a few system prompts, turns that grow a history, edits."""
 
     def __init__(self, rnd: Random) -> None:
         self._random = rnd
@@ -105,7 +105,7 @@ class Sessions:
 
     def next(self) -> list[int]:
         rnd = self._random
-        if len(self._open) < 200 or rnd.random() < 0.05:
+        if len(self._open) < 200:
             history = list(rnd.choice(self._systems))
         else:
             history = self._open.pop(rnd.randrange(len(self._open)))
