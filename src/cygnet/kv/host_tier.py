@@ -88,16 +88,10 @@ class HostTier:
 
     def _take(self, group: Group, count: int, now_ns: int) -> list[BlockId] | None:
         """`count` blocks, evicting as needed; `None` where there is no room."""
-        pool, short = self.pool(group), count - self.pool(group).num_free
         if count > self.room(group):
             return None
-        if short > 0:
-            evict = self.tree.evict_full if group is Group.FULL else self.tree.evict_windows
-            evict(short, now_ns)
-        blocks = pool.allocate(count)
-        if blocks is None:
-            raise InvariantError(f"{pool.name} pool: eviction promised {count} blocks and did not free them")
-        return blocks
+        obtain = self.tree.obtain_full if group is Group.FULL else self.tree.obtain_swa
+        return obtain(count, now_ns)
 
     def reserve(self, group: Group, count: int, now_ns: int) -> list[BlockId] | None:
         """`count` blocks for what comes from the store, which belong to nobody until `adopt` or `give_back`."""

@@ -206,7 +206,7 @@ class KVManager:
         assert self.tiers is not None
         window, loaded = self._window_of(plan), range(plan.num_device_blocks, plan.num_full_blocks)
         sources = self.tiers.hold(kv.keys, max(loaded.stop if loaded else 0, window.stop if plan.num_swa_loads else 0))
-        blocks = self._obtain_full(len(loaded), now_ns)
+        blocks = self.tree.obtain_full(len(loaded), now_ns)
         for index, block in zip(loaded, blocks, strict=True):
             node = self.tree.insert(kv.keys[index], kv.nodes[-1] if kv.nodes else None, block, now_ns)
             node.turns = kv.turns
@@ -215,7 +215,7 @@ class KVManager:
         kv.full_blocks += blocks
         self.tiers.load_full(sources[loaded.start : loaded.stop], blocks)
         gaps = [index for index in window if kv.swa_blocks[index] == NO_BLOCK] if self._has_swa else []
-        blocks = self._obtain_swa(len(gaps), now_ns)
+        blocks = self.tree.obtain_swa(len(gaps), now_ns)
         for index, block in zip(gaps, blocks, strict=True):
             self.tree.attach_swa(kv.nodes[index], block)
             kv.swa_blocks[index] = block
@@ -273,26 +273,11 @@ class KVManager:
             return True
         if full > self.available_full or swa > self.available_swa:
             return False
-        kv.full_blocks += self._obtain_full(full, now_ns)
-        kv.swa_blocks += self._obtain_swa(swa, now_ns)  # after full blocks, as windows that end in evicted ones go too
+        kv.full_blocks += self.tree.obtain_full(full, now_ns)
+        kv.swa_blocks += self.tree.obtain_swa(
+            swa, now_ns
+        )  # after full blocks, as windows that end in evicted ones go too
         return True
-
-    def _obtain_full(self, count: int, now_ns: int) -> list[BlockId]:
-        """`count` blocks of those available, evicting as needed."""
-        if count > self.full_pool.num_free:
-            self.tree.evict_full(count - self.full_pool.num_free, now_ns)
-        return self._take(self.full_pool, count)
-
-    def _obtain_swa(self, count: int, now_ns: int) -> list[BlockId]:
-        if count > self.swa_pool.num_free:
-            self.tree.evict_windows(count - self.swa_pool.num_free, now_ns)
-        return self._take(self.swa_pool, count)
-
-    def _take(self, pool: BlockPool, count: int) -> list[BlockId]:
-        blocks = pool.allocate(count)
-        if blocks is None:
-            raise InvariantError(f"{pool.name} pool: eviction promised {count} blocks and did not free them")
-        return blocks
 
     # ---------------------------------------------------- publish and release
 

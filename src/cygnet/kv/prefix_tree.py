@@ -313,6 +313,18 @@ class PrefixTree:
             self.evicted_windows_total += 1
         return True
 
+    def obtain_full(self, count: int, now_ns: int) -> list[BlockId]:
+        """`count` full blocks, of those free or evictable, evicting as needed; that there are so many was checked."""
+        if count > self._full_pool.num_free:
+            self.evict_full(count - self._full_pool.num_free, now_ns)
+        return _promised(self._full_pool, count)
+
+    def obtain_swa(self, count: int, now_ns: int) -> list[BlockId]:
+        """The same of SWA blocks."""
+        if count > self._swa_pool.num_free:
+            self.evict_windows(count - self._swa_pool.num_free, now_ns)
+        return _promised(self._swa_pool, count)
+
     def flush(self) -> tuple[int, int]:
         """Drop everything unlocked; how many full blocks and windows that was."""
         blocks, windows = len(self._nodes), len(self._checkpoints)
@@ -390,3 +402,10 @@ class PrefixTree:
     def audit(self) -> list[str]:
         """Recompute every derived quantity from the nodes alone; all discrepancies. O(nodes x window)."""
         return TreeAudit(self).faults()
+
+
+def _promised(pool: BlockPool, count: int) -> list[BlockId]:
+    blocks = pool.allocate(count)
+    if blocks is None:
+        raise InvariantError(f"{pool.name} pool: eviction promised {count} blocks and did not free them")
+    return blocks
