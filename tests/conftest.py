@@ -41,6 +41,17 @@ def all_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: their matrices gain nothing from a second thread, and lose much where the cores are shared."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def gemma_source() -> "ModelSource":
     """The real Gemma 3 270M; skips without its weights."""

@@ -1,6 +1,5 @@
 """The engine with tiny random models of every family: same tokens as transformers in every state of the cache."""
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -23,6 +22,8 @@ from support.scenarios import (
     run,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (1, 3, 4, 5, 12, 13, 40, 77, 150, 260)
 BASE = ("kv.block_size=4", "kv.memory=4MiB", "engine.max_num_batched_tokens=64")
 
@@ -37,15 +38,6 @@ class Case:
 
     def engine(self, *sets: str) -> LocalEngine:
         return engine_for(self.model, *BASE, *sets)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from a second thread, and lose much where the cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["mimo", "gemma3", "gpt_oss", "llama"])

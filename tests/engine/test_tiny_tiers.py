@@ -1,6 +1,5 @@
 """Tiny random models over three tiers: same tokens as transformers from every tier, whatever the store does."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -19,6 +18,8 @@ from model import tiny
 from model.harness import FolderCheckpoint
 from support.faulty_store import FaultyStore
 from support.scenarios import Answer, Report, ask_oracle, check_tiers, engine_for, run, settle
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BASE = ("kv.block_size=4", "engine.max_num_batched_tokens=64", "kv.store_wait=wait")
 
@@ -52,15 +53,6 @@ class Case:
 
     def engine(self, *sets: str) -> LocalEngine:
         return engine_for(self.model, *BASE, *sets)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from a second thread, and lose much where the cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["mimo", "gemma3", "gpt_oss", "llama"])
