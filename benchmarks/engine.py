@@ -11,6 +11,9 @@ vLLM is called as a library (no server, no text) like Cygnet. transformers and l
 them minutes a round: transformers' long prefills and eight sequences of 8K, llama.cpp's four users (it prefills the
 shared prefix again in three of four slots).
 
+On a CPU without bf16 arithmetic vLLM and transformers run in float32, which is several times as fast there as bf16 that
+is emulated. So does Cygnet, with its matrices in bf16; llama.cpp decides for itself.
+
 Prompts are token ids made from a counter: equal for all engines within a round, and new in each round where nothing may
 be cached. llama.cpp's prefill and decodes up to 1K are those of its own `llama-batched-bench` (the model alone: no
 sampling, no server); everything else counts the engine's scheduling and sampling too.
@@ -30,7 +33,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from cygnet.base.threads import usable_cpus
+from cygnet.engine.runtime.setup import choose_dtype
 from cygnet.model.description import ModelDescription
 from cygnet.model.registry import describe as describe_model
 from cygnet.model.source import find_model
@@ -117,17 +123,23 @@ class Prompts:
         return [(seed * 7919 + i * 31 + (i * i) % 1009) % VOCAB + 10 for i in range(tokens)]
 
 
+@cache
+def arithmetic() -> torch.dtype:
+    """What engines compute in: bf16, or fp32 where the CPU can't multiply bf16."""
+    return choose_dtype("auto", torch.device("cpu"))
+
+
 def commands(threads: int) -> dict[str, list[str | Path]]:
     """How each engine's worker is started."""
     workers, models = HERE / "engine_workers", PEERS / "models"
     llama = (workers / "run_llamacpp.py", "--threads", str(threads), "--bin", PEERS / "llamacpp" / "bin", "--model")
     ours = (sys.executable, workers / "run_cygnet.py", "--threads", str(threads), "--kv")
-    hf = models / "gemma3-270m"
+    hf = ("--model", models / "gemma3-270m", "--dtype", str(arithmetic()).removeprefix("torch."))
     return {
         "cygnet": [*ours, "2GiB"],
         "cygnet-int8": [*ours, "512MiB", "--weight-dtype", "int8"],
-        "transformers": [sys.executable, workers / "run_transformers.py", "--threads", str(threads), "--model", hf],
-        "vllm": [PEERS / "vllm/bin/python", workers / "run_vllm.py", "--threads", str(threads), "--model", hf],
+        "transformers": [sys.executable, workers / "run_transformers.py", "--threads", str(threads), *hf],
+        "vllm": [PEERS / "vllm/bin/python", workers / "run_vllm.py", "--threads", str(threads), *hf],
         "llama.cpp": [sys.executable, *llama, models / "gemma3-270m-bf16.gguf"],
         "llama.cpp-q4": [sys.executable, *llama, models / "gemma3-270m-q4_k_m.gguf"],
     }
@@ -189,7 +201,7 @@ def measure(row: Row, workers: Mapping[str, Worker], rounds: int, prompts: Promp
         if row.context <= WARMED:  # what an engine compiles or allocates at first is not what is asked here
             workers[name].ask(row.op, **request(row, rounds, kept, prefix, prompts))
     for turn in range(rounds):
-        measured.limits.append(row.limit(Limits.measure(), work))
+        measured.limits.append(row.limit(Limits.measure(dtype=arithmetic()), work))
         asked = request(row, turn, kept, prefix, prompts)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             answer = workers[name].ask(row.op, **asked)

@@ -61,10 +61,10 @@ class Limits:
     flops_per_s: float
 
     @staticmethod
-    def measure(clock: Callable[[], float] = perf_counter) -> "Limits":
-        """Reading 400 MB and a bf16 product, on as many threads as torch has."""
+    def measure(clock: Callable[[], float] = perf_counter, dtype: torch.dtype = torch.bfloat16) -> "Limits":
+        """Reading 400 MB and a product in `dtype`, on as many threads as torch has."""
         big = torch.ones(96 << 20)
-        a, b = torch.randn(1024, 2048).bfloat16(), torch.randn(4096, 2048).bfloat16()
+        a, b = torch.randn(1024, 2048).to(dtype), torch.randn(4096, 2048).to(dtype)
         read = big.nbytes / best(lambda: big.sum(), clock)
         flops = 2 * a.shape[0] * b.numel() / best(lambda: torch.nn.functional.linear(a, b), clock)
         return Limits(read, flops)

@@ -32,7 +32,7 @@ WRITTEN_S = 120
 class Cygnet:
     def __init__(self, options: argparse.Namespace) -> None:
         config = Config(
-            model=ModelSettings(model="gemma3-270m", weight_dtype=options.weight_dtype, dtype="bfloat16"),
+            model=ModelSettings(model="gemma3-270m", weight_dtype=options.weight_dtype),
             engine=EngineSettings(num_threads=options.threads, audit="off"),
             # However slow the machine is: what is in the store is what was asked for.
             kv=KVSettings(memory=options.kv, host_cache=options.host_cache, store=options.store, store_wait="wait"),

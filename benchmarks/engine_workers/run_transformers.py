@@ -1,4 +1,4 @@
-"""Hugging Face transformers for `engine.py`: --threads N --model FOLDER.
+"""Hugging Face transformers for `engine.py`: --threads N --model FOLDER [--dtype NAME].
 
 Prompts go in by chunks of 1,024 tokens, which is faster here than all at once. There is no prefix cache between calls;
 `warm` keeps the KV of the prompts it is given, so that `decode` and `first_token` start from there, as an application
@@ -22,7 +22,7 @@ CHUNK = 1024
 class Transformers:
     def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
-        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
         self._model.eval()
         self._kept: tuple[list[Prompt], DynamicCache] | None = None
 
@@ -76,5 +76,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     serve(lambda: Transformers(options))

@@ -1,4 +1,4 @@
-"""vLLM on a CPU for `engine.py`, in its own environment: --threads N --model FOLDER --kv GIB."""
+"""vLLM on a CPU for `engine.py`, in its own environment: --threads N --model FOLDER [--dtype NAME] --kv GIB."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ class Vllm:
         self._params, self._prompt = SamplingParams, TokensPrompt
         self._llm = LLM(
             options.model,
-            dtype="bfloat16",
+            dtype=options.dtype,
             enable_prefix_caching=True,
             max_num_batched_tokens=2048,
             max_num_seqs=32,
@@ -102,6 +102,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv", default="4")
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()

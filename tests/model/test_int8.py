@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cygnet.base.config import resolve
 from cygnet.base.errors import ConfigError
-from cygnet.engine.runtime.setup import choose_weights
+from cygnet.engine.runtime import setup
+from cygnet.engine.runtime.setup import WeightKinds, choose_weights
 from cygnet.model import int8
 from cygnet.model.int8 import FEW, Int8Weight
 from cygnet.model.loader import build_model
@@ -87,14 +88,23 @@ def test_a_model_gives_the_same_logits_in_steps_of_any_size(
     assert 0 < (logits[0] - exact).abs().median() < 0.3
 
 
-def test_weight_dtype_and_dtype() -> None:
-    def chosen(*sets: str, device: str = "cpu") -> tuple[torch.dtype, bool]:
+def test_weight_dtype_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*sets: str, device: str = "cpu") -> WeightKinds:
         return choose_weights(resolve(sets=sets).config, torch.device(device))
 
-    assert chosen("model.weight_dtype=int8", "model.dtype=float32") == (torch.float32, True)
-    assert chosen("model.weight_dtype=float32") == (torch.float32, False)
-    assert chosen("model.weight_dtype=bfloat16", "model.dtype=bfloat16") == (torch.bfloat16, False)
-    with pytest.raises(ConfigError, match="differ"):
+    half, single = torch.bfloat16, torch.float32
+    assert chosen("model.weight_dtype=int8", "model.dtype=float32") == WeightKinds(single, single, True)
+    assert chosen("model.weight_dtype=float32") == WeightKinds(single, single, False)
+    assert chosen("model.dtype=float32") == WeightKinds(single, single, False)
+    assert chosen("model.weight_dtype=bfloat16", "model.dtype=bfloat16") == WeightKinds(half, half, False)
+    assert chosen("model.weight_dtype=bfloat16", "model.dtype=float32") == WeightKinds(single, half, False)
+    monkeypatch.setattr(setup, "cpu_multiplies_bf16", lambda: False)
+    for sets in ((), ("model.weight_dtype=bfloat16",)):
+        assert chosen(*sets) == WeightKinds(single, half, False)
+    monkeypatch.setattr(setup, "cpu_multiplies_bf16", lambda: True)
+    for sets in ((), ("model.weight_dtype=bfloat16",)):
+        assert chosen(*sets) == WeightKinds(half, half, False)
+    with pytest.raises(ConfigError, match="don't go together"):
         chosen("model.weight_dtype=float32", "model.dtype=bfloat16")
     with pytest.raises(ConfigError, match="for CPUs"):
         chosen("model.weight_dtype=int8", device="cuda")

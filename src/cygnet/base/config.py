@@ -25,11 +25,14 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_name: Annotated[str, Meta(description="name in the API; empty: derived from model")] = ""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        Meta(description="weights and KV; auto: bfloat16 where the hardware has it"),
+        Meta(description="what is computed in, and KV kept in; auto: bfloat16 where the hardware has it"),
     ] = "auto"
     weight_dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "int8"],
-        Meta(description="how matrices are kept; auto: in dtype; int8: a byte per weight, faster on CPUs, less exact"),
+        Meta(
+            description="how matrices are kept; auto: in dtype, or in bfloat16 where dtype is auto and float32 is what "
+            "that means; int8: a byte per weight, faster on CPUs, less exact"
+        ),
     ] = "auto"
     device: Annotated[str, Meta(description="torch device: auto, cpu, cuda, cuda:1")] = "auto"
     max_model_len: Annotated[

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from cygnet.model.packed import PackedWeight, can_pack
 from cygnet.model.replay import ReplayRows, replay_leads, rope_rows
 from cygnet.model.rope import cos_sin, inverse_frequencies
 from cygnet.model.screened import MOST_ROWS, ScreenedHead
+from cygnet.model.widened import WidenedWeight
 
 Plans = Mapping[GroupName, tuple[GroupBatch, AttentionPlan]]
 """Per group in use, its part of the batch and the backend's plan for all of its layers."""
@@ -29,15 +31,22 @@ class Attention(nn.Module):
     """Projections, norms and rotation around an attention backend."""
 
     def __init__(
-        self, spec: AttentionSpec, description: ModelDescription, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: AttentionSpec,
+        description: ModelDescription,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.spec = spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         rows = {"q": heads * spec.key_dim, "k": kv_heads * spec.key_dim, "v": kv_heads * spec.value_dim}
         hidden = description.hidden_size
-        self.qkv = Linear(hidden, rows, bias=spec.qkv_bias, dtype=dtype, device=device)
-        self.o = Linear(heads * spec.value_dim, {"o": hidden}, bias=spec.output_bias, dtype=dtype, device=device)
+        linear = partial(Linear, dtype=dtype, device=device, weight_dtype=weight_dtype)
+        self.qkv = linear(hidden, rows, bias=spec.qkv_bias)
+        self.o = linear(heads * spec.value_dim, {"o": hidden}, bias=spec.output_bias)
         self.sinks = parameter(heads, dtype=wide_dtype(dtype), device=device) if spec.sinks else None
         # Query and key heads stand side by side, so one norm with a row of weights per head does both.
         self.qk_norm = (
@@ -83,7 +92,13 @@ class DecoderLayer(nn.Module):
     """norm, attention, residual, norm, MLP, residual; with sandwich norms also after attention and MLP."""
 
     def __init__(
-        self, spec: LayerSpec, description: ModelDescription, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: LayerSpec,
+        description: ModelDescription,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype,
     ) -> None:
         super().__init__()
 
@@ -94,8 +109,9 @@ class DecoderLayer(nn.Module):
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.post_attention_norm = norm() if spec.sandwich_norms else None
         self.post_mlp_norm = norm() if spec.sandwich_norms else None
-        self.attention = Attention(spec.attention, description, dtype=dtype, device=device)
-        self.mlp = MLPS.get(spec.mlp.kind)(spec.mlp, description.hidden_size, dtype=dtype, device=device)
+        self.attention = Attention(spec.attention, description, dtype=dtype, device=device, weight_dtype=weight_dtype)
+        mlp = MLPS.get(spec.mlp.kind)
+        self.mlp = mlp(spec.mlp, description.hidden_size, dtype=dtype, device=device, weight_dtype=weight_dtype)
 
     def weight_slots(self) -> WeightSlots:
         for name in ("attention_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm"):
@@ -140,7 +156,7 @@ class HybridModel(nn.Module):
     """A decoder-only model whose layers see all earlier tokens or a window of them. Made by `loader.build_model`.
 
     Weights are in `dtype` (bf16, fp32 or fp64), except norms, routers and sinks, which are in fp32 (fp64), and
-    matrices in int8 if asked for.
+    matrices, which may be in int8, or, where `dtype` is fp32, in bf16 (`weight_dtype`; not those of experts).
     One forward runs at a time; call it under `torch.inference_mode()` to spare autograd's bookkeeping.
     """
 
@@ -152,29 +168,33 @@ class HybridModel(nn.Module):
         device: torch.device,
         attention_backend: AttentionBackend,
         ops: StepOps,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.weight_dtype = weight_dtype = weight_dtype or dtype
         self.description = description
         self.attention_backend = attention_backend
         self.ops = ops
         self.dtype = dtype
         self.device = device
         vocab, hidden = description.vocab_size, description.hidden_size
-        self.embedding: nn.Parameter | None = parameter(vocab, hidden, dtype=dtype, device=device)
+        self.embedding: nn.Parameter | None = parameter(vocab, hidden, dtype=weight_dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, description, dtype=dtype, device=device) for spec in description.layers
+            DecoderLayer(spec, description, dtype=dtype, device=device, weight_dtype=weight_dtype)
+            for spec in description.layers
         )
         eps, offset = description.norm_eps, description.norm_weight_offset
         self.final_norm = RmsNorm(hidden, eps=eps, offset=offset, dtype=dtype, device=device)
         self.lm_head = (
             None
             if description.tied_embeddings
-            else Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, device=device)
+            else Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, device=device, weight_dtype=weight_dtype)
         )
         self._packed_head: PackedWeight | None = None
         self._screened_head: ScreenedHead | None = None
-        self._int8_head: Int8Weight | None = None
-        """Head and embedding both, when they are tied and kept in bytes; there is no `embedding` then."""
+        self._tied: Int8Weight | WidenedWeight | None = None
+        """Head and embedding both, when they are tied and kept in bytes or in bf16 beside fp32; there is no `embedding`
+        then."""
         self._programs = StepPrograms() if ops.is_compiled else None
         self._embedding_scale = torch.tensor(description.embedding_scale).to(dtype).item()
         specs = dict.fromkeys(layer.attention.rope for layer in description.layers)
@@ -195,22 +215,29 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     def finish_loading(self, *, pack_tied_head: bool = False, int8: bool = False) -> None:
         """To be called once, when all slots are filled; see `loader.build_model` for the options."""
-        if int8 and self.lm_head is None:
-            assert self.embedding is not None
-            self._int8_head = Int8Weight(self.embedding, keep_packed=pack_tied_head)
-            self.embedding = None
-        elif pack_tied_head and self.lm_head is None and can_pack(self.dtype, self.device.type):
-            assert self.embedding is not None
-            self._packed_head = PackedWeight(self.embedding)
-        if pack_tied_head and not int8 and self.lm_head is None and compiled(self.dtype):
-            assert self.embedding is not None
-            if ScreenedHead.fits(self.embedding):
-                self._screened_head = ScreenedHead(self.embedding)
+        if int8:
+            self.weight_dtype = torch.int8
+        if self.lm_head is None:
+            self._finish_tied_head(pack_tied_head, int8)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish_loading(int8=int8, keep_packed=pack_tied_head)
             elif isinstance(module, RmsNorm):
                 module.finish_loading()
+
+    def _finish_tied_head(self, pack: bool, int8: bool) -> None:
+        embedding, exact = self.embedding, None
+        assert embedding is not None
+        if int8:
+            self._tied, self.embedding = Int8Weight(embedding, keep_packed=pack), None
+            return
+        if embedding.dtype != self.dtype:
+            self._tied = exact = WidenedWeight(embedding)
+            self.embedding = None
+        elif pack and can_pack(self.dtype, self.device.type):
+            self._packed_head = PackedWeight(embedding)
+        if pack and compiled(self.dtype) and ScreenedHead.fits(embedding) and embedding.shape[1] % 2 == 0:
+            self._screened_head = ScreenedHead(embedding, exact)
 
     def forward(self, batch: ForwardBatch, plans: Plans | None = None) -> Tensor:
         """Hidden states [rows, hidden_size] after the final norm, in the model's dtype, of the batch's wanted rows.
@@ -303,16 +330,16 @@ class HybridModel(nn.Module):
         return self.ops.argmax(self._head(hidden))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        if self._int8_head is not None:
-            return self._int8_head.rows(token_ids, self.dtype)
+        if self._tied is not None:
+            return self._tied.rows(token_ids, self.dtype)
         assert self.embedding is not None
-        return F.embedding(token_ids, self.embedding)
+        return F.embedding(token_ids, self.embedding).to(self.dtype)
 
     def _head(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head(hidden)
-        if self._int8_head is not None:
-            return self._int8_head.linear(hidden, None)
+        if self._tied is not None:
+            return self._tied.linear(hidden, None)
         if self._packed_head is not None:
             return self._packed_head.linear(hidden, None)
         assert self.embedding is not None

@@ -1,6 +1,7 @@
 """Building blocks of a decoder: linear map, RMS norm, gated MLP. Inference only; no parameter requires a gradient."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from cygnet.base.registry import Registry
 from cygnet.model.description import DenseMlp
 from cygnet.model.int8 import Int8Weight
 from cygnet.model.packed import PackedWeight, can_pack
+from cygnet.model.widened import WidenedWeight
 
 if TYPE_CHECKING:
     from cygnet.model.ops import StepOps
@@ -33,21 +35,33 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class Linear(nn.Module):
     """y = x W^T + b over several outputs that share an input: `parts` names them and gives their row counts.
 
-    Once loaded, the weight is kept in packed layout only, where that works, or in one byte per element.
+    Once loaded, the weight is kept in packed layout only, where that works, or in one byte per element. Its dtype may
+    be bf16 where all else is in fp32 (`model/widened.py`).
     """
 
     def __init__(
-        self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.parts = parts
         rows = sum(parts.values())
-        self.weight: nn.Parameter | None = parameter(rows, in_features, dtype=dtype, device=device)
+        self.weight: nn.Parameter | None = parameter(rows, in_features, dtype=weight_dtype or dtype, device=device)
         self.bias = parameter(rows, dtype=dtype, device=device) if bias else None
+        self._widened: WidenedWeight | None = None
+        self._is_narrow = self.weight.dtype != dtype
         self._packed: PackedWeight | None = None
         self._int8: Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._widened is not None:
+            return self._widened.linear(x, self.bias)
         if self._int8 is not None:
             return self._int8.linear(x, self.bias)
         if self._packed is not None:
@@ -59,6 +73,9 @@ class Linear(nn.Module):
         """Replace the weight by its packed form, or by bytes (and, with `keep_packed`, the packed form of those)."""
         if int8 and self.weight is not None:
             self._int8 = Int8Weight(self.weight, keep_packed=keep_packed)
+            self.weight = None
+        if self._is_narrow and self.weight is not None:
+            self._widened = WidenedWeight(self.weight)
             self.weight = None
         if self.weight is not None and can_pack(self.weight.dtype, self.weight.device.type):
             self._packed = PackedWeight(self.weight)
@@ -130,20 +147,30 @@ def gated(x: Tensor, act: Callable[[Tensor], Tensor], *, limit: float | None = N
 
 
 MLPS: Registry[type[nn.Module]] = Registry("MLP kind")
-"""Modules built as `cls(spec, hidden_size, dtype=, device=)` by the spec's `kind`, and called as `mlp(x, ops)`."""
+"""Modules built as `cls(spec, hidden_size, dtype=, device=, weight_dtype=)` by the spec's `kind`, and called as
+`mlp(x, ops)`."""
 
 
 @MLPS.register(DenseMlp.kind)
 class DenseMlpLayer(nn.Module):
     """Gated MLP with gate and up fused into one product."""
 
-    def __init__(self, spec: DenseMlp, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: DenseMlp,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         size = spec.intermediate_size
         self.act = spec.activation
         activation(self.act)  # an unknown one is an error now
-        self.gate_up = Linear(hidden_size, {"gate": size, "up": size}, bias=spec.bias, dtype=dtype, device=device)
-        self.down = Linear(size, {"down": hidden_size}, bias=spec.bias, dtype=dtype, device=device)
+        linear = partial(Linear, bias=spec.bias, dtype=dtype, device=device, weight_dtype=weight_dtype)
+        self.gate_up = linear(hidden_size, {"gate": size, "up": size})
+        self.down = linear(size, {"down": hidden_size})
 
     def forward(self, x: Tensor, ops: "StepOps") -> Tensor:
         return self.down(ops.gated(self.gate_up(x), self.act))

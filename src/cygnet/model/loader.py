@@ -18,6 +18,7 @@ def build_model(
     checkpoint: Checkpoint,
     *,
     dtype: torch.dtype,
+    weight_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     attention_backend: str = "auto",
     step_kernels: str = "auto",
@@ -27,6 +28,8 @@ def build_model(
     cache: WeightCache | None = None,
 ) -> HybridModel:
     """Build the checkpoint's model with weights in `dtype` on `device`; each weight is in memory once.
+
+    `weight_dtype`, if given, is that of matrices (not those of experts): bf16 where `dtype` is fp32, for CPUs only.
 
     `pack_tied_head` makes one exception: a tied head gets a copy in the layout that CPUs read fastest, which is worth
     `vocab_size * hidden_size` elements of memory where decoding speed matters more.
@@ -47,7 +50,14 @@ def build_model(
     ops = select_ops(step_kernels, device, dtype)
 
     def unfilled() -> HybridModel:
-        return HybridModel(description, dtype=dtype, device=device, attention_backend=backend, ops=ops)
+        return HybridModel(
+            description,
+            dtype=dtype,
+            device=device,
+            attention_backend=backend,
+            ops=ops,
+            weight_dtype=weight_dtype,
+        )
 
     def filled() -> HybridModel:
         model = unfilled()
@@ -57,7 +67,7 @@ def build_model(
     if cache is None or not checkpoint.is_quantised:
         model = filled()
     else:
-        identity = f"{checkpoint.identity} {dtype}"
+        identity = f"{checkpoint.identity} {dtype} {weight_dtype or dtype}"
         model = unfilled()
         if _map(model, cache, identity):
             if progress is not None:

@@ -20,7 +20,16 @@ _TINY = 1e-20
 class MoeLayer(nn.Module):
     """Top-k routed gated MLPs; a token's result does not depend on the tokens beside it, up to rounding."""
 
-    def __init__(self, spec: MoeSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: MoeSpec,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Experts are kept in `dtype`, whatever `weight_dtype` is."""
         super().__init__()
         self.spec = spec
         self.act = spec.activation

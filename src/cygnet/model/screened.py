@@ -11,6 +11,7 @@ from cygnet.model.cpu.kernels import kernel
 from cygnet.model.cpu.panel_layout import PANEL, ROWS, panels_per_piece
 from cygnet.model.cpu.team import num_threads
 from cygnet.model.packed import PackedWeight, first_of_largest, scratch
+from cygnet.model.widened import WidenedWeight
 
 _PART = 64
 """Panels looked through at a time."""
@@ -31,12 +32,18 @@ class ScreenedHead:
     `out` is rounded up to whole panels: the last output is repeated.
     """
 
-    def __init__(self, weight: Tensor, exact: PackedWeight | None = None) -> None:
+    def __init__(self, weight: Tensor, exact: PackedWeight | WidenedWeight | None = None) -> None:
         """`weight` [out, in] is kept, too, unless `exact` holds the same in panels."""
         (out, size), threads = weight.shape, num_threads()
         weight = weight.contiguous()
         self._shape, self._words = weight.shape, -(-size // 4)
-        self._exact = weight if exact is None else exact
+        self._exact = weight if exact is None else exact  # keeps the memory
+        self._in_panels = exact is not None
+        if isinstance(exact, PackedWeight):
+            self._address = exact.panels
+        else:
+            self._address = (weight if exact is None else exact.panels).data_ptr()
+        self._settle = "settle_widened" if isinstance(exact, WidenedWeight) else "settle"
         self._panels = torch.empty(-(-out // PANEL), self._words, PANEL, 4, dtype=torch.uint8)
         self._figures = torch.empty(3, len(self._panels) * PANEL)
         self._room = torch.empty(0)
@@ -63,14 +70,13 @@ class ScreenedHead:
         upper, ends = self.screen(x)
         low = ends[0].amax(1)
         thresholds = low - low.abs() * _TIES
-        parts, in_panels = -(-panels // _PART), isinstance(self._exact, PackedWeight)
-        address = self._exact.panels if isinstance(self._exact, PackedWeight) else self._exact.data_ptr()
+        parts = -(-panels // _PART)
         found = torch.empty(rows, parts, 2, dtype=torch.int64)
         cells = torch.empty(threads * 16)
-        kernel("settle", x.dtype)(
+        kernel(self._settle, x.dtype)(
             threads,
             x.data_ptr(),
-            address,
+            self._address,
             upper.data_ptr(),
             thresholds.data_ptr(),
             found.data_ptr(),
@@ -79,7 +85,7 @@ class ScreenedHead:
             size,
             parts,
             _PART,
-            int(in_panels),
+            int(self._in_panels),
             cells.data_ptr(),
             ends[1].data_ptr(),
         )

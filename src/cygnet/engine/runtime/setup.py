@@ -1,6 +1,8 @@
 """From a config to an engine that is ready to step: device, dtype, weights, pools, core, runner."""
 
+import platform
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import psutil
@@ -28,6 +30,7 @@ from cygnet.kv.sizing import PoolSizes, plan_pools
 from cygnet.model.cache_dir import default_cache_dir, weights_folder
 from cygnet.model.cpu.kernels import SUFFIX, prepare
 from cygnet.model.decoder import HybridModel
+from cygnet.model.int8 import compiled
 from cygnet.model.loader import build_model
 from cygnet.model.source import ModelSource, find_model
 from cygnet.model.weight_cache import WeightCache
@@ -52,29 +55,59 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has bf16 arithmetic. oneDNN says it supports bf16 where it emulates it, at a quarter of fp32's
+    speed (x86 with AVX-512 alone)."""
+    known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    if platform.machine().lower() in ("x86_64", "amd64") and None not in known:
+        return any(tell() for tell in known if tell is not None)
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype that `model.dtype` means: `auto` is bfloat16 where the hardware multiplies it, else float32."""
     if name == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bf16()
         name = "bfloat16" if fast else "float32"
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def choose_weights(config: Config, device: torch.device) -> tuple[torch.dtype, bool]:
-    """What the model computes in, and whether its matrices are kept in int8.
+@dataclass(frozen=True)
+class WeightKinds:
+    """What a model computes in (and keeps KV in), and how its matrices are kept."""
 
-    `model.weight_dtype` of bfloat16 or float32 is another way to say `model.dtype`.
+    dtype: torch.dtype
+    matrices: torch.dtype
+    """As `dtype`, or bf16 beside fp32."""
+    int8: bool
+
+
+def choose_weights(config: Config, device: torch.device) -> WeightKinds:
+    """What `model.dtype` and `model.weight_dtype` mean on a device.
+
+    On a CPU without bf16 arithmetic, bf16 matrices are multiplied in fp32; so are those that `auto` would otherwise
+    double the size of.
     """
-    weights, dtype = config.model.weight_dtype, config.model.dtype
+    weights, name = config.model.weight_dtype, config.model.dtype
+    cpu = device.type == "cpu"
     if weights == "int8":
-        if device.type != "cpu":
+        if not cpu:
             raise ConfigError("model.weight_dtype = 'int8' is for CPUs; with a GPU use auto")
-        return choose_dtype(dtype, device), True
-    if "auto" not in (weights, dtype) and weights != dtype:
+        dtype = choose_dtype(name, device)
+        return WeightKinds(dtype, dtype, True)
+    if name == "auto" and (weights == "float32" or (weights == "bfloat16" and not cpu)):
+        name = weights
+    dtype = choose_dtype(name, device)
+    half = cpu and dtype == torch.float32 and compiled(dtype)
+    if half and (weights == "bfloat16" or weights == name == "auto"):
+        return WeightKinds(dtype, torch.bfloat16, False)
+    if weights not in ("auto", str(dtype).removeprefix("torch.")):
+        why = " (which takes a CPU, and numba)" if dtype == torch.float32 else ""
         raise ConfigError(
-            f"model.weight_dtype = {weights!r} and model.dtype = {dtype!r} differ; set one of them, or both alike"
+            f"model.weight_dtype = {weights!r} and model.dtype = {name!r} don't go together{why}; set one of them, or "
+            "both alike"
         )
-    return choose_dtype(weights if dtype == "auto" else dtype, device), False
+    return WeightKinds(dtype, dtype, False)
 
 
 def free_memory(device: torch.device) -> int:
@@ -125,7 +158,7 @@ def assemble(
     sizes = size_pools(
         config, geometry, model_max_len=description.max_model_len, budget_bytes=budget - choice.num_bytes
     )
-    dtype = f"{model.dtype}/{config.model.weight_dtype}"
+    dtype = f"{model.dtype}/{model.weight_dtype}"
     fingerprint = f"{weights or name}/{description.family}/{dtype}/{sizes.block_size}"
     lower = plan_lower(config, geometry, model.device, budget, fingerprint=fingerprint, dtype=dtype)
     kv = KVManager(
@@ -196,7 +229,8 @@ def load_engine(
     Raises `ConfigError` or `ModelLoadError` with the remedy.
     """
     device = choose_device(config.model.device)
-    dtype, int8 = choose_weights(config, device)
+    kinds = choose_weights(config, device)
+    dtype = kinds.dtype
     if device.type == "cpu":
         torch.set_num_threads(config.engine.num_threads or usable_cpus())
     report("finding the model", 0, 0)
@@ -204,11 +238,12 @@ def load_engine(
     model = build_model(
         source.checkpoint(dtype=dtype),
         dtype=dtype,
+        weight_dtype=kinds.matrices,
         device=device,
         attention_backend=config.engine.attention_backend,
         step_kernels=config.engine.step_kernels,
         pack_tied_head=config.model.pack_tied_head,
-        int8=int8,
+        int8=kinds.int8,
         cache=weight_cache(config, source, report),
         progress=lambda done, total: report("loading weights", done, total),
     )
@@ -225,7 +260,9 @@ def describe(engine: LocalEngine, model: HybridModel, name: str, *, store: str =
     kv, sizes = engine.core.kv, engine.core.kv.sizes
     stats = engine.core.stats()
     swa_layers = kv.geometry.swa.num_layers
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype, matrices = (str(each).removeprefix("torch.") for each in (model.dtype, model.weight_dtype))
+    if matrices != dtype:
+        dtype += f" with matrices in {matrices}"
     shape = f"{kv.geometry.full.num_layers} full-attention" + (
         f" + {swa_layers} sliding-window layers (window {kv.geometry.window})" if swa_layers else " layers"
     )

@@ -94,6 +94,16 @@ def store(typing_context: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def as_float(typing_context: Any, word: Any) -> Any:
+    """The fp32 whose bits an int32 is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
 def order(typing_context: Any, pointer: Any, index: Any) -> Any:
     """pointer[index] as an int32 that sorts as the float does; both zeros are 0, a NaN is above infinity."""
     source = pointer.dtype

@@ -5,9 +5,9 @@ Rows of activations go through in groups of four; a panel stays in the cache for
 
 import numpy as np
 
-from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i16_at, i32_at, jit, load, shift, store, take
-from cygnet.model.cpu.panel_layout import PANEL, ROWS
-from cygnet.model.cpu.vector import bf16_panel, i8_panel
+from cygnet.model.cpu.jit import as_float, bf16_at, f32_at, i8_at, i16_at, i32_at, jit, load, shift, store, take
+from cygnet.model.cpu.panel_layout import MANY_ROWS, PANEL, ROW_BLOCK, ROWS, STRETCH, WIDENED_SCRATCH
+from cygnet.model.cpu.vector import bf16_panel, float_panel, i8_panel, widened_panel
 
 ZERO = np.float32(0.0)
 LIMIT = np.float32(127.0)
@@ -18,8 +18,13 @@ SEGMENT = 1024
 """Inputs whose products fit 32 bits together: 1024 * 127 * 16512 < 2 ** 31."""
 MOST = (2**31 - 1) // 127
 
+ENOUGH = 24
+"""Rows from which on widening a panel once is faster than with every few of them."""
+
 _bf16_1, _bf16_2, _bf16_3, _bf16_4 = bf16_panel(1), bf16_panel(2), bf16_panel(3), bf16_panel(4)
 _i8_1, _i8_2, _i8_3, _i8_4 = i8_panel(1), i8_panel(2), i8_panel(3), i8_panel(4)
+_wide_1, _wide_2, _wide_3, _wide_4 = widened_panel(1), widened_panel(2), widened_panel(3), widened_panel(4)
+_float_many = float_panel(MANY_ROWS)
 
 
 @jit
@@ -46,6 +51,87 @@ def panel_of_i8(x, stride, weight, pairs, rows, sums, ahead):
         _i8_3(x, stride, weight, pairs, sums, ahead)
     else:
         _i8_4(x, stride, weight, pairs, sums, ahead)
+
+
+@jit
+def panel_widened(x, stride, weight, pairs, rows, sums, ahead):
+    """sums fp32 [rows, PANEL] += up to ROWS rows of fp32 `x` times a panel of bf16."""
+    if rows == 1:
+        _wide_1(x, stride, weight, pairs, sums, ahead)
+    elif rows == 2:
+        _wide_2(x, stride, weight, pairs, sums, ahead)
+    elif rows == 3:
+        _wide_3(x, stride, weight, pairs, sums, ahead)
+    else:
+        _wide_4(x, stride, weight, pairs, sums, ahead)
+
+
+@jit
+def copy_panel(source, source_stride, target, target_stride, rows, width):
+    """target[r, 0:width] = source[r, 0:width]"""
+    for r in range(rows):
+        one, other = shift(source, r * source_stride), shift(target, r * target_stride)
+        for j in range(width):
+            store(other, j, load(one, j))
+
+
+@jit
+def start_sums(y, outs, first, width, rows, bias, has_bias):
+    """y[0:rows, first : first + width] = bias, or 0"""
+    for r in range(rows):
+        out = shift(y, r * outs + first)
+        for j in range(width):
+            store(out, j, load(bias, first + j) if has_bias else ZERO)
+
+
+@jit
+def widen_panel(weight, pairs, wide):
+    """wide fp32 [2 * pairs, PANEL] = a panel of bf16 in pairs"""
+    for pair in range(pairs):
+        words, target = shift(weight, pair * PANEL), shift(wide, 2 * pair * PANEL)
+        for j in range(PANEL):
+            store(target, j, as_float(np.int32(words[j] << 16)))
+            store(target, PANEL + j, as_float(np.int32(words[j] & -65536)))
+
+
+def multiply_widened_f32(p):
+    """y = x W^T + bias of fp32 and bf16, for any number of rows.
+
+    p[2] `x` fp32 [rows, padded]; p[3] `weight` bf16 panels of `padded` inputs; p[4] bias fp32 [out] or 0; p[5] `y` fp32
+    [rows, out]; p[6] rows, p[7] out, p[8] padded; p[9] panels per piece; p[10] scratch, WIDENED_SCRATCH bytes of it per
+    thread: [sums | a stretch of a panel in fp32]. A sum is the same whatever other rows there are.
+    """
+    rows, outs, size, per_piece = p[6], p[7], p[8], p[9]
+    mine, x, y, bias = p[10] + WIDENED_SCRATCH * take(p, 1), f32_at(p[2]), f32_at(p[5]), f32_at(p[4])
+    sums, wide = f32_at(mine), f32_at(mine + 4 * MANY_ROWS * PANEL)
+    panels = (outs + PANEL - 1) // PANEL
+    runs, blocks = (panels + per_piece - 1) // per_piece, (rows + ROW_BLOCK - 1) // ROW_BLOCK
+    while True:
+        piece = take(p, 0)
+        if piece >= runs * blocks:
+            break
+        begin, start = piece // runs * ROW_BLOCK, piece % runs * per_piece
+        stop, end = min(begin + ROW_BLOCK, rows), min(start + per_piece, panels)
+        many = begin + (stop - begin) // MANY_ROWS * MANY_ROWS if stop - begin >= ENOUGH else begin
+        for panel in range(start, end):
+            first, ahead = panel * PANEL, 2 * PANEL * size if panel + 1 < end else 0
+            width = min(PANEL, outs - first)
+            start_sums(shift(y, begin * outs), outs, first, width, stop - begin, bias, p[4] != 0)
+            for at in range(0, size, STRETCH):
+                weight, pairs = i32_at(p[3] + 2 * PANEL * (size * panel + at)), min(STRETCH, size - at) // 2
+                if many > begin:
+                    widen_panel(weight, pairs, wide)
+                for row in range(begin, many, MANY_ROWS):
+                    out = shift(y, row * outs + first)
+                    copy_panel(out, outs, sums, PANEL, MANY_ROWS, width)
+                    _float_many(shift(x, row * size + at), size, wide, 2 * pairs, sums, 0)
+                    copy_panel(sums, PANEL, out, outs, MANY_ROWS, width)
+                for row in range(many, stop, ROWS):
+                    count, line = min(ROWS, stop - row), row % (4 * ROWS) // ROWS * LINE
+                    out = shift(y, row * outs + first)
+                    copy_panel(out, outs, sums, PANEL, count, width)
+                    panel_widened(shift(x, row * size + at), size, weight, pairs, count, sums, ahead + line)
+                    copy_panel(sums, PANEL, out, outs, count, width)
 
 
 def multiply_packed_bf16(p):

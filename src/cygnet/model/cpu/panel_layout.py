@@ -4,6 +4,14 @@ PANEL = 64
 """Outputs of a panel."""
 ROWS = 4
 """Rows of activations multiplied at once: 16 sums of 16 lanes fit the registers."""
+MANY_ROWS = 6
+"""As many where the weights are in fp32 already, and need no registers to be widened in."""
+ROW_BLOCK = 192
+"""Rows that go through a panel together, where they are many: they stay in the second-level cache."""
+STRETCH = 1024
+"""Inputs multiplied before the next rows have their turn: so much of a panel stays in the second-level cache."""
+WIDENED_SCRATCH = 4 * PANEL * (MANY_ROWS + STRETCH)
+"""Bytes that a thread needs to multiply widened weights."""
 _PIECES = 4
 """Pieces of work per thread, at least where there are so many panels."""
 _LONGEST = 16

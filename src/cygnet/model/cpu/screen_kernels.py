@@ -240,10 +240,10 @@ def product(x, weight, start, pair_stride, size):
 def settle(p, x, weight, cell):
     """Of the outputs whose upper end reaches a row's threshold, the likeliest by exact logits, rounded to T.
 
-    p[2] `x` T [rows, in]; p[3] `weight` T, plain [out, in] or panels; p[4] `upper` fp32 [rows, panels * PANEL]; p[5]
-    thresholds fp32 [rows]; p[6] int64 [rows, parts, 2] for (order of the logit, place); p[7] rows, p[8] out, p[9] in,
-    p[10] parts, p[11] panels of a part; p[12] whether in panels; p[13] scratch of a T per thread, 64 bytes apart; p[14]
-    largest upper ends fp32 [rows, panels]. A part without a candidate says (FIRST, its first place). A NaN is a
+    p[2] `x` T [rows, in]; p[3] `weight` T or bf16, plain [out, in] or panels; p[4] `upper` fp32 [rows, panels * PANEL];
+    p[5] thresholds fp32 [rows]; p[6] int64 [rows, parts, 2] for (order of the logit, place); p[7] rows, p[8] out, p[9]
+    in, p[10] parts, p[11] panels of a part; p[12] whether in panels; p[13] scratch of a T per thread, 64 bytes apart;
+    p[14] largest upper ends fp32 [rows, panels]. A part without a candidate says (FIRST, its first place). A NaN is a
     candidate, and largest.
     """
     rows, outs, size, parts, length = p[7], p[8], p[9], p[10], p[11]
@@ -295,3 +295,8 @@ def settle_bf16(p):
 
 def settle_f32(p):
     settle(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[13] + 64 * take(p, 1)))
+
+
+def settle_widened_f32(p):
+    """With a weight in bf16."""
+    settle(p, f32_at(p[2]), bf16_at(p[3]), f32_at(p[13] + 64 * take(p, 1)))

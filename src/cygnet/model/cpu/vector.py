@@ -198,6 +198,73 @@ def bf16_panel(rows: int, dot: Dot = dot_bf16) -> Any:
     return panel_product(rows, dot, _weight_words, _FLOAT, 4 * PANEL)
 
 
+Widen = Callable[[Any, Any, Any, int], Sequence[Any]]
+"""(builder, weight, index, vector) -> of one step's inputs, each, 16 weights in fp32"""
+
+
+def _halves(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any]:
+    words = _weight_words(builder, weight, index, vector)
+    low, high = builder.shl(words, _number(16)), builder.and_(words, _number(0xFFFF0000))
+    return builder.bitcast(low, _FLOATS), builder.bitcast(high, _FLOATS)
+
+
+def _floats(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any]:
+    start = builder.add(builder.mul(index, ir.Constant(_LONG, PANEL)), ir.Constant(_LONG, vector * LANES))
+    return (builder.load(vector_at(builder, weight, start, _FLOATS), align=4),)
+
+
+def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool) -> Any:
+    """An intrinsic (x, stride, weight, steps, sums, ahead): sums[r, j] += x[r] . output j of the panel, in fp32.
+
+    `x` float32*, `stride` of them from row to row, `inputs` of them a step; `sums` float32* [rows, PANEL]. With
+    `fetch`, a cache line is asked for with each step, `ahead` bytes behind what it reads. However many rows there are,
+    a sum is added up in the same order.
+    """
+    fused = ("contract",)
+
+    @intrinsic
+    def product(typing_context: Any, x: Any, stride: Any, weight: Any, steps: Any, sums: Any, ahead: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            x, stride, weight, steps, sums, ahead = args
+            later = builder.gep(builder.bitcast(weight, ir.IntType(8).as_pointer()), [ahead])
+
+            def step(index: Any, totals: list[Any]) -> list[Any]:
+                if fetch:
+                    ask_for(builder, later, builder.mul(index, ir.Constant(_LONG, 4 * PANEL)))
+                weights = [widen(builder, weight, index, vector) for vector in range(_VECTORS)]
+                first, results = builder.mul(index, ir.Constant(_LONG, inputs)), list(totals)
+                for row in range(rows):
+                    at = builder.add(builder.mul(stride, ir.Constant(_LONG, row)), first)
+                    for i in range(inputs):
+                        place = builder.gep(x, [builder.add(at, ir.Constant(_LONG, i))])
+                        number = splat(builder, builder.load(place), _FLOATS)
+                        for vector in range(_VECTORS):
+                            n = row * _VECTORS + vector
+                            added = builder.fmul(weights[vector][i], number, flags=fused)
+                            results[n] = builder.fadd(results[n], added, flags=fused)
+                return results
+
+            places = [vector_at(builder, sums, ir.Constant(_LONG, n * LANES), _FLOATS) for n in range(rows * _VECTORS)]
+            totals = counted_loop(builder, steps, [builder.load(place, align=4) for place in places], step)
+            for place, total in zip(places, totals, strict=True):
+                builder.store(total, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, stride, weight, steps, sums, types.int64), generate
+
+    return product
+
+
+def widened_panel(rows: int) -> Any:
+    """`_float_product` of fp32 and bf16 in pairs, widened on the way; `weight` int32*, steps of two inputs."""
+    return _float_product(rows, 2, _halves, fetch=True)
+
+
+def float_panel(rows: int) -> Any:
+    """`_float_product` of fp32 and a panel in fp32, [in, PANEL]; `weight` float32*, steps of one input."""
+    return _float_product(rows, 1, _floats, fetch=False)
+
+
 def i8_panel(rows: int, dot: Dot = dot_i16) -> Any:
     """`panel_product` of int16 and int8; `weight` int8*, `sums` int32*."""
     return panel_product(rows, dot, _weights_i8, _WORD, 2 * PANEL)
