@@ -18,7 +18,7 @@ SEGMENT = 1024
 """Inputs whose products fit 32 bits together: 1024 * 127 * 16512 < 2 ** 31."""
 MOST = (2**31 - 1) // 127
 
-ENOUGH = 24
+ENOUGH = 64
 """Rows from which on widening a panel once is faster than with every few of them."""
 
 _bf16_1, _bf16_2, _bf16_3, _bf16_4 = bf16_panel(1), bf16_panel(2), bf16_panel(3), bf16_panel(4)
