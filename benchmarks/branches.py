@@ -217,8 +217,8 @@ def main() -> int:
     if options.retention:
         tables = [print_retention(turns) for turns in (TURNS_OF_8K, (8192,))]
         if options.json:
-            rows = [vars(one) for table in tables for one in table]
-            options.json.write_text(json.dumps(rows, indent=2) + "\n")
+            kept = [vars(one) for table in tables for one in table]
+            options.json.write_text(json.dumps(kept, indent=2) + "\n")
         return 0
     rows = [row for row in ROWS if row.quick or not options.quick]
     if options.rows:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ from provenance import environment
 BLOCK, CHUNK = 16, 1024
 SWA_BLOCKS = 1200
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "torch": {"attention_backend": "torch", "step_kernels": "torch"},
     "numba": {"attention_backend": "numba", "step_kernels": "numba"},
     "int8": {"attention_backend": "numba", "step_kernels": "numba", "int8": True},
@@ -98,7 +99,7 @@ class Subject:
     def _new(self, point: Point) -> NewRequest:
         self._count += 1
         tokens = tuple((self._count * 7919 + i * 31) % 200_000 + 10 for i in range(point.context))
-        return NewRequest(RequestId(f"r{self._count}"), tokens, point.context, GREEDY, 0, 0)
+        return NewRequest(RequestId(f"r{self._count}"), tokens, point.context, GREEDY, 0, 0, 0)
 
     def chunk_times(self, point: Point) -> list[float]:
         """Seconds of each chunk of a prompt."""

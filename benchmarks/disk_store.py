@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,7 @@ class Turns:
         self.cpu: dict[str, float] = {}
         self.turn = 0
 
-    def take(self, ways: dict[str, Callable[[], None]]) -> None:
+    def take(self, ways: Mapping[str, Callable[[], None]]) -> None:
         """Do one piece of work in every way, in another order each time."""
         self.turn += 1
         names = list(ways)
@@ -198,7 +198,7 @@ def latencies(folder: Path, size: int, count: int) -> list[Latency]:
         call()
         return 1e6 * (perf_counter() - started)
 
-    puts = [timed(lambda key=key: store.batch_put([key], [body])) for key in keys]
+    puts = [timed(partial(store.batch_put, [key], [body])) for key in keys]
     order = np.random.default_rng(1).permutation(count).tolist()
     drop_cache(folder / "store")
     plain_path = folder / "plain"
@@ -207,8 +207,8 @@ def latencies(folder: Path, size: int, count: int) -> list[Latency]:
     fd = os.open(plain_path, os.O_RDONLY | DIRECT)
     cold, plain = [], []
     for i in order:
-        cold.append(timed(lambda i=i: store.batch_get_into([keys[i]], [into])))
-        plain.append(timed(lambda i=i: os.preadv(fd, [into], i * size)))
+        cold.append(timed(partial(store.batch_get_into, [keys[i]], [into])))
+        plain.append(timed(partial(os.preadv, fd, [into], i * size)))
     os.close(fd)
     assert store.stats().gets == {Outcome.OK: count}
     store.close()

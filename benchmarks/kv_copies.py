@@ -12,6 +12,7 @@ import ctypes
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -57,14 +58,18 @@ def seconds(work: Callable[[], object]) -> float:
     return perf_counter() - started
 
 
+def run(engine: TransferEngine, step: StepTransfers) -> None:
+    engine.begin(step).join()
+
+
 def measure(model: str, group: Group, num_bytes: int, rounds: int) -> list[Row]:
     """One group of one model, in pools of `num_bytes`."""
     geometry = GEOMETRIES[model]
     shape = geometry.full if group is Group.FULL else geometry.swa
     count = num_bytes // shape.block_bytes(BLOCK_SIZE)
-    sizes = [count if group is one else 1 for one in Group]
-    device = DevicePool(geometry, PoolSizes(BLOCK_SIZE, *sizes, 1 << 20), dtype=torch.bfloat16, device="cpu")
-    host = HostPool(geometry, *sizes, BLOCK_SIZE, torch.bfloat16)
+    full, swa = (count if group is one else 1 for one in Group)
+    device = DevicePool(geometry, PoolSizes(BLOCK_SIZE, full, swa, 1 << 20), dtype=torch.bfloat16, device="cpu")
+    host = HostPool(geometry, full, swa, BLOCK_SIZE, torch.bfloat16)
     layers = device.full if group is Group.FULL else device.swa
     for layer in layers:
         layer.key.fill_(1)
@@ -82,13 +87,14 @@ def measure(model: str, group: Group, num_bytes: int, rounds: int) -> list[Row]:
         if blocks == "scattered":
             Random(0).shuffle(left)
             Random(1).shuffle(right)
-        copies = Copies(**{name: tuple((BlockId(a), BlockId(b)) for a, b in zip(left, right, strict=True))})
+        pairs = tuple((BlockId(a), BlockId(b)) for a, b in zip(left, right, strict=True))
+        copies = Copies(full=pairs) if name == "full" else Copies(swa=pairs)
         for direction in ("loads", "saves"):
-            step = StepTransfers(**{direction: copies})
+            step = StepTransfers(loads=copies) if direction == "loads" else StepTransfers(saves=copies)
             times = [
                 (
                     seconds(lambda: ctypes.memmove(here.ctypes.data, there.ctypes.data, total)),
-                    seconds(lambda step=step: engine.begin(step).join()),
+                    seconds(partial(run, engine, step)),
                 )
                 for _ in range(rounds + 1)
             ][1:]

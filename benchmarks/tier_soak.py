@@ -231,8 +231,11 @@ def main() -> int:
         return 0
     target = tomllib.loads(TARGETS.read_text())["tier_soak"]["max_growth"]
     missed = [f"audit: {fault}" for fault in found["faults"]]  # type: ignore[attr-defined]
-    if int(found["requests"]) >= LONG_ENOUGH and float(found["object_growth"]) > target:  # type: ignore[arg-type]
-        missed.append(f"objects grew by {found['object_growth']}, target {target}")
+    requests, growth = found["requests"], found["object_growth"]
+    assert isinstance(requests, int)
+    assert isinstance(growth, float)
+    if requests >= LONG_ENOUGH and growth > target:
+        missed.append(f"objects grew by {growth}, target {target}")
     for line in missed:
         print("MISSED", line)
     return 1 if missed else 0

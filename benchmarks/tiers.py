@@ -108,7 +108,8 @@ class Bench:
         self.facts: dict[str, Any] = {}
 
     def _start(self) -> Worker:
-        command = [sys.executable, HERE / "engine_workers/run_cygnet.py", "--threads", str(self._options.threads)]
+        command: list[str | Path] = [sys.executable, HERE / "engine_workers/run_cygnet.py"]
+        command += ["--threads", str(self._options.threads)]
         tiers = ["--kv", "1GiB", "--host-cache", "1GiB", "--store", f"{self._folder / 'store'}:{MODEL_STORE}"]
         return Worker("cygnet", [*command, *tiers], {}, self._folder / "cygnet.log")
 
