@@ -31,6 +31,8 @@ from cygnet.model.source import find_model
 BLOCK, CHUNK, PROMPT = 16, 512, 256
 VARIANTS: dict[str, tuple[torch.dtype, dict[str, object]]] = {
     "float32": (torch.float32, {}),
+    "float32, matrices in bfloat16": (torch.float32, {"weight_dtype": torch.bfloat16, "pack_tied_head": True}),
+    "float32, int8": (torch.float32, {"int8": True, "pack_tied_head": True}),
     "bfloat16": (torch.bfloat16, {}),
     "bfloat16, torch kernels": (torch.bfloat16, {"attention_backend": "torch", "step_kernels": "torch"}),
     "int8": (torch.bfloat16, {"int8": True, "pack_tied_head": True}),

@@ -233,7 +233,7 @@ def main() -> int:
     missed = [f"audit: {fault}" for fault in found["faults"]]  # type: ignore[attr-defined]
     requests, growth = found["requests"], found["object_growth"]
     assert isinstance(requests, int)
-    assert isinstance(growth, float)
+    assert isinstance(growth, int | float)
     if requests >= LONG_ENOUGH and growth > target:
         missed.append(f"objects grew by {growth}, target {target}")
     for line in missed:

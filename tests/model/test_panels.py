@@ -91,6 +91,30 @@ def test_sums_of_a_panel(rows: int, plain: bool) -> None:
     np.testing.assert_array_equal(totals, large.astype(np.int64) @ small.T.astype(np.int64))
 
 
+@pytest.mark.parametrize("rows", [1, 4, 6])
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_float_sums_of_a_panel(rows: int, at_once: int) -> None:
+    """As CPUs with few or many registers do them, added to what is there; bf16 widened and fp32, equal to the bit."""
+    from cygnet.model.cpu import vector
+    from cygnet.model.cpu.jit import f32_at, i32_at
+
+    size = 70
+    weight, x = matrix(64, size, 0), matrix(rows, size, 1).float()
+    pairs = weight.view(64, size // 2, 2).transpose(0, 1).contiguous()
+    wide = weight.float().t().contiguous()
+    narrow, floats = vector.widened_panel(rows, at_once), vector.float_panel(rows, at_once)
+
+    @numba.njit
+    def run(x: int, stride: int, pairs: int, wide: int, sums: int, same: int) -> None:
+        narrow(f32_at(x), stride, i32_at(pairs), stride // 2, f32_at(sums), 0)
+        floats(f32_at(x), stride, f32_at(wide), stride, f32_at(same), 0)
+
+    sums, same = torch.ones(rows, 64), torch.ones(rows, 64)
+    run(x.data_ptr(), size, pairs.data_ptr(), wide.data_ptr(), sums.data_ptr(), same.data_ptr())
+    torch.testing.assert_close(sums.double(), 1 + x.double() @ weight.double().t(), atol=1e-4, rtol=0)
+    assert torch.equal(sums, same)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize("plain", [True, False])
 def test_sums_of_a_panel_of_bytes(rows: int, plain: bool) -> None:

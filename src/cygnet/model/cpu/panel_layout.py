@@ -5,7 +5,7 @@ PANEL = 64
 ROWS = 4
 """Rows of activations multiplied at once: 16 sums of 16 lanes fit the registers."""
 MANY_ROWS = 6
-"""As many where the weights are in fp32 already, and need no registers to be widened in."""
+"""The same where the weights are in fp32 already, and need no registers to be widened in."""
 ROW_BLOCK = 192
 """Rows that go through a panel together, where they are many: they stay in the second-level cache."""
 STRETCH = 1024

@@ -213,7 +213,11 @@ def _floats(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any]
     return (builder.load(vector_at(builder, weight, start, _FLOATS), align=4),)
 
 
-def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool) -> Any:
+_AT_ONCE = _VECTORS if _has("avx512f") else 1
+"""Vectors of a panel that go through its inputs together: their sums, of all rows, have to fit the registers."""
+
+
+def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool, at_once: int) -> Any:
     """An intrinsic (x, stride, weight, steps, sums, ahead): sums[r, j] += x[r] . output j of the panel, in fp32.
 
     `x` float32*, `stride` of them from row to row, `inputs` of them a step; `sums` float32* [rows, PANEL]. With
@@ -228,26 +232,30 @@ def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool) -> Any:
             x, stride, weight, steps, sums, ahead = args
             later = builder.gep(builder.bitcast(weight, ir.IntType(8).as_pointer()), [ahead])
 
-            def step(index: Any, totals: list[Any]) -> list[Any]:
-                if fetch:
-                    ask_for(builder, later, builder.mul(index, ir.Constant(_LONG, 4 * PANEL)))
-                weights = [widen(builder, weight, index, vector) for vector in range(_VECTORS)]
-                first, results = builder.mul(index, ir.Constant(_LONG, inputs)), list(totals)
-                for row in range(rows):
-                    at = builder.add(builder.mul(stride, ir.Constant(_LONG, row)), first)
-                    for i in range(inputs):
-                        place = builder.gep(x, [builder.add(at, ir.Constant(_LONG, i))])
-                        number = splat(builder, builder.load(place), _FLOATS)
-                        for vector in range(_VECTORS):
-                            n = row * _VECTORS + vector
-                            added = builder.fmul(weights[vector][i], number, flags=fused)
-                            results[n] = builder.fadd(results[n], added, flags=fused)
-                return results
+            def through(vectors: range) -> None:
+                def step(index: Any, totals: list[Any]) -> list[Any]:
+                    if fetch and 0 in vectors:
+                        ask_for(builder, later, builder.mul(index, ir.Constant(_LONG, 4 * PANEL)))
+                    weights = [widen(builder, weight, index, vector) for vector in vectors]
+                    first, results = builder.mul(index, ir.Constant(_LONG, inputs)), list(totals)
+                    for row in range(rows):
+                        at = builder.add(builder.mul(stride, ir.Constant(_LONG, row)), first)
+                        for i in range(inputs):
+                            place = builder.gep(x, [builder.add(at, ir.Constant(_LONG, i))])
+                            number = splat(builder, builder.load(place), _FLOATS)
+                            for n, of_vector in enumerate(weights, row * len(vectors)):
+                                added = builder.fmul(of_vector[i], number, flags=fused)
+                                results[n] = builder.fadd(results[n], added, flags=fused)
+                    return results
 
-            places = [vector_at(builder, sums, ir.Constant(_LONG, n * LANES), _FLOATS) for n in range(rows * _VECTORS)]
-            totals = counted_loop(builder, steps, [builder.load(place, align=4) for place in places], step)
-            for place, total in zip(places, totals, strict=True):
-                builder.store(total, place, align=4)
+                starts = [row * PANEL + vector * LANES for row in range(rows) for vector in vectors]
+                places = [vector_at(builder, sums, ir.Constant(_LONG, start), _FLOATS) for start in starts]
+                totals = counted_loop(builder, steps, [builder.load(place, align=4) for place in places], step)
+                for place, total in zip(places, totals, strict=True):
+                    builder.store(total, place, align=4)
+
+            for first in range(0, _VECTORS, at_once):
+                through(range(first, first + at_once))
             return context.get_dummy_value()
 
         return types.void(x, stride, weight, steps, sums, types.int64), generate
@@ -255,14 +263,14 @@ def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool) -> Any:
     return product
 
 
-def widened_panel(rows: int) -> Any:
+def widened_panel(rows: int, at_once: int = _AT_ONCE) -> Any:
     """`_float_product` of fp32 and bf16 in pairs, widened on the way; `weight` int32*, steps of two inputs."""
-    return _float_product(rows, 2, _halves, fetch=True)
+    return _float_product(rows, 2, _halves, True, at_once)
 
 
-def float_panel(rows: int) -> Any:
+def float_panel(rows: int, at_once: int = _AT_ONCE) -> Any:
     """`_float_product` of fp32 and a panel in fp32, [in, PANEL]; `weight` float32*, steps of one input."""
-    return _float_product(rows, 1, _floats, fetch=False)
+    return _float_product(rows, 1, _floats, False, at_once)
 
 
 def i8_panel(rows: int, dot: Dot = dot_i16) -> Any:
