@@ -122,7 +122,7 @@ def main() -> int:
     tokens = list(source.tokenizer().encode(inspect.getsource(argparse)))[:length]
     results: dict[str, Scores] = {}
     reference: tuple[list[int], list[int], list[int]] | None = None
-    print(f"{'':<26}{'perplexity: chunks':>19}{'single':>9}{'same top: chunks':>18}{'single':>9}{'greedy':>12}")
+    print(f"{'':<31}{'perplexity: chunks':>19}{'single':>9}{'same top: chunks':>18}{'single':>9}{'greedy':>12}")
     for name in dict.fromkeys(["float32", *options.variants]):
         dtype, settings = VARIANTS[name]
         model = build_model(source.checkpoint(dtype=dtype), dtype=dtype, **settings)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def main() -> int:
         row = Scores(chunks, alone, agreement(chunk_tops, reference[0]), agreement(single_tops, reference[1]), equal)
         results[name] = row
         print(
-            f"{name:<26}{row.chunks_perplexity:>19.4f}{row.single_perplexity:>9.4f}{row.chunks_same_top:>18.2%}"
+            f"{name:<31}{row.chunks_perplexity:>19.4f}{row.single_perplexity:>9.4f}{row.chunks_same_top:>18.2%}"
             f"{row.single_same_top:>9.2%}{f'{equal} of {count}':>12}",
             flush=True,
         )
