@@ -25,6 +25,7 @@ from cygnet.gcache.protocol import (
     pack_viewed,
     unpack_head,
 )
+from cygnet.gcache.quick import pack_viewed_one
 from cygnet.gcache.record import CHUNK_BYTES, checksums
 from cygnet.gcache.runtime.channel import Address
 from cygnet.gcache.runtime.client import ClientOptions, GCacheClient, Route
@@ -388,9 +389,16 @@ def test_a_view_beyond_the_arena_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         packed[8:16] = (1 << 40).to_bytes(8, "little")
         return bytes(packed)
 
+    def far_one(request_id: int, epoch: int, slot: int, offset: int, *rest: int) -> bytes:
+        return pack_viewed_one(request_id, epoch, slot, 1 << 40, *rest)  # type: ignore[call-arg]
+
     with server() as running, client(running.port) as sdk:
         sdk.put(key(1), b"abc")
         monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed", far)
+        monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed_one", far_one)
+        assert sdk.batch_view([key(1), key(1)]) == [Outcome.FAILED] * 2
+    with server() as running, client(running.port) as sdk:
+        sdk.put(key(1), b"abc")
         assert sdk.view(key(1)) is Outcome.FAILED
 
 

@@ -63,7 +63,7 @@ def get(cached: Cache, name: bytes) -> bytes | Item:
 
 def down(cached: Cache) -> None:
     """Have everything in memory written down, and given up there."""
-    while cached._write_down(everything=True):
+    while cached.write_down(everything=True):
         pass
     with cached._lock:
         while (victim := cached._tiering.victim()) is not None:
@@ -212,7 +212,7 @@ def test_a_torn_object_of_an_earlier_process_is_not_written_down(tmp_path: Path)
     with arena.open("r+b") as file:
         file.write(data)
     with cache(tmp_path) as cached:
-        while cached._write_down(everything=True):
+        while cached.write_down(everything=True):
             pass
         assert not cached.exists(key(1), None, touch=False)
         assert cached.counts.torn_objects == 1
@@ -235,7 +235,7 @@ def test_a_full_disk_does_not_hold_up_puts(tmp_path: Path, monkeypatch: pytest.M
 def test_what_the_disk_gave_up_is_written_again(tmp_path: Path) -> None:
     with cache(tmp_path) as cached:
         put(cached, key(1), value_of(1))
-        while cached._write_down(everything=True):
+        while cached.write_down(everything=True):
             pass
         assert cached._disk is not None
         cached._disk.remove(key(1))
@@ -335,7 +335,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule()
     def write_down(self) -> None:
-        self.cached._write_down(everything=True)
+        self.cached.write_down(everything=True)
 
     @rule()
     def restart(self) -> None:

@@ -63,6 +63,7 @@ class Entry:
         "expiry_ns",
         "generation",
         "key",
+        "num_bytes",
         "pins",
         "places",
         "slot",
@@ -85,7 +86,9 @@ class Entry:
         self.slot = slot
         self.generation = generation
         self.start = start
-        self.units = self.places.record_bytes // GRANULE
+        self.units = places.record_bytes // GRANULE
+        self.num_bytes = self.units * GRANULE
+        """Of the arena that it takes."""
         self.version = 0
         self.state = State.FREE
         """FREE: being filled, and not found."""
@@ -97,11 +100,6 @@ class Entry:
         """Whether a lower tier has it too."""
         self.uses = 0
         """For the tiering policy."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arena that it takes."""
-        return self.units * GRANULE
 
     @property
     def stamp(self) -> int:
@@ -242,7 +240,8 @@ class Arena:
     def unpin(self, entry: Entry) -> None:
         """Undo one `pin`."""
         entry.pins -= 1
-        self._release(entry)
+        if entry.state is State.DEAD:
+            self._release(entry)
 
     def clearing(self, entry: Entry, needed: int, may_go: Callable[[Entry], bool]) -> list[Entry] | None:
         """Which entries around `entry`, itself among them, to give up for `needed` contiguous bytes.

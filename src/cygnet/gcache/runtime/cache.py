@@ -13,21 +13,19 @@ from functools import partial
 from cygnet.gcache.arena import Arena, Entry
 from cygnet.gcache.leases import Leases
 from cygnet.gcache.limits import Limits
-from cygnet.gcache.protocol import Item
+from cygnet.gcache.protocol import ANY, Item
 from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, value_is_whole
 from cygnet.gcache.runtime.counts import Counts
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.shared_memory import SharedMemory
+from cygnet.gcache.runtime.writer import DISK_TIMEOUT_S, Writer
 from cygnet.gcache.tiering import Tiering
 from cygnet.kv.store import Outcome
 
 WRITE_DOWN_BYTES = 8 << 20
 """Most that is written down with one call, and pinned for it."""
-DISK_TIMEOUT_S = 10.0
 WAIT_FOR_DISK_S = 1.0
 """How long a put waits for cold objects to be written down before it drops one."""
-RETRY_S = 1.0
-"""Pause after the disk took nothing."""
 TRIES = 8
 """Cold objects given up one by one, before neighbours are, for room in one piece."""
 
@@ -60,21 +58,16 @@ class Cache:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """A transition has ended, or room may have come free."""
-        self._wanted = threading.Condition(self._lock)
-        """Something is to be written down."""
+        self._num_waiting = 0
+        """Who waits for that."""
         self._in_transition: set[bytes] = set()
         self._closing = False
         self._disk_takes = True
         """Whether the disk took something when it was last given something."""
-        self._starved = False
-        """Someone waits for room that only writing down can make, whatever share is clean."""
         for entry in sorted(self.arena.entries(), key=lambda entry: entry.version):
             entry.clean = disk is not None and disk.record_bytes(entry.key) == entry.num_bytes
             self._tiering.add(entry)
-        self._writer: threading.Thread | None = None
-        if disk is not None:
-            self._writer = threading.Thread(target=self._write_down_forever, name="gcache-write-down", daemon=True)
-            self._writer.start()
+        self._writer = None if disk is None else Writer(self, self._lock)
 
     # --- reading
 
@@ -91,12 +84,25 @@ class Cache:
             found = self._verify(found)
         return found
 
+    def acquire_now(self, key: bytes, value_bytes: int) -> Entry | None:
+        """The object of that size, pinned, if it is in memory and known to be whole; counted as got."""
+        with self._lock:
+            entry = self.arena.find(key)
+            if entry is None or not entry.verified or value_bytes != entry.value_bytes or self._is_expired(entry):
+                return None
+            entry.pins += 1
+            self._tiering.use(entry)
+            self.counts.gets[Item.OK] += 1
+            self.counts.bytes_got += value_bytes
+            return entry
+
     def release(self, entries: list[Entry]) -> None:
         """Undo `acquire`."""
         with self._lock:
             for entry in entries:
                 self.arena.unpin(entry)
-            self._changed.notify_all()
+            if self._num_waiting:
+                self._changed.notify_all()
 
     def exists(self, key: bytes, value_bytes: int | None, *, touch: bool) -> bool:
         """Whether an object (of that size) is there; from memory alone.
@@ -120,32 +126,37 @@ class Cache:
             self._disk.touch([key])
         return True
 
-    def lease(self, keys: Sequence[bytes], owner: int, given_back: Sequence[int]) -> list[tuple[Entry, int] | None]:
+    def lease(
+        self, keys: Sequence[bytes], owner: int, given_back: Sequence[int], value_bytes: int = ANY
+    ) -> list[tuple[Entry, int] | None]:
         """First end leases of this connection, then lease what is in memory and known to be whole.
 
-        `None` for what is not, and when too much is leased.
+        `None` for what is not, or has another size, and when too much is leased.
         """
-        leased: list[tuple[Entry, int] | None] = []
         with self._lock:
             for lease in given_back:
                 ended = self._leases.release(lease, owner)
                 if ended is not None:
                     self.arena.unpin(ended)
-            self._end_leases()
-            for key in keys:
-                entry = self._find(key)
-                granted = None
-                if entry is not None:
-                    if entry.verified:
-                        granted = self._leases.grant(entry, owner, time.monotonic_ns())
-                    if granted is None:
-                        self.arena.unpin(entry)
-                    else:
-                        self.counts.gets[Item.OK] += 1
-                leased.append(None if granted is None or entry is None else (entry, granted))
-            if given_back:
+            now_ns = time.monotonic_ns()
+            self._end_leases(now_ns)
+            if self._num_waiting:
                 self._changed.notify_all()
-        return leased
+            return [self._lease(key, owner, value_bytes, now_ns) for key in keys]
+
+    def _lease(self, key: bytes, owner: int, value_bytes: int, now_ns: int) -> tuple[Entry, int] | None:
+        entry = self.arena.find(key)
+        if entry is None or not entry.verified or value_bytes not in (ANY, entry.value_bytes):
+            return None
+        if self._is_expired(entry):
+            return None
+        lease = self._leases.grant(entry, owner, now_ns)
+        if lease is None:
+            return None
+        entry.pins += 1
+        self._tiering.use(entry)
+        self.counts.gets[Item.OK] += 1
+        return entry, lease
 
     def end_leases(self, owner: int) -> None:
         """A connection has ended, and its leases with it."""
@@ -246,12 +257,11 @@ class Cache:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closing = True
-            self._wanted.notify_all()
             self._changed.notify_all()
         if self._writer is not None:
-            self._writer.join(timeout_s)
+            self._writer.close(timeout_s)
         if self._disk is not None:
-            while write_down and time.monotonic() < deadline and self._write_down(everything=True):
+            while write_down and time.monotonic() < deadline and self.write_down(everything=True):
                 pass
             self._disk.close()
         self.shared.close()
@@ -268,7 +278,7 @@ class Cache:
         return entry
 
     def _is_expired(self, entry: Entry) -> bool:
-        return 0 < entry.expiry_ns <= self._wall_ns()
+        return entry.expiry_ns > 0 and entry.expiry_ns <= self._wall_ns()
 
     def _forget(self, entry: Entry) -> None:
         """With the lock: an object is not in memory any more."""
@@ -349,7 +359,7 @@ class Cache:
                     return entry
                 if needed > self.arena.capacity_bytes:
                     return Item.FULL
-                self._end_leases()
+                self._end_leases(time.monotonic_ns())
                 victim = self._tiering.victim()
                 if victim is not None and self._has_lost_its_copy(victim):
                     self._tiering.lost_copy(victim)
@@ -359,9 +369,9 @@ class Cache:
                 if victim is None or (dirty and (for_load or (self._disk_takes and now < patience))):
                     if now >= patience:
                         return Item.FULL if now < deadline else Item.TIMED_OUT
-                    self._starved = dirty
-                    self._wanted.notify()
-                    self._changed.wait(patience - now)
+                    if self._writer is not None:
+                        self._writer.nudge(starved=dirty)
+                    self._wait(patience - now)
                     continue
                 victims: list[Entry] | None = [victim]
                 if given_up >= TRIES:
@@ -390,8 +400,8 @@ class Cache:
         self._tiering.evicted(entry)
         self.arena.kill(entry)
 
-    def _end_leases(self) -> None:
-        for entry in self._leases.expired(time.monotonic_ns()):
+    def _end_leases(self, now_ns: int) -> None:
+        for entry in self._leases.expired(now_ns):
             self.arena.unpin(entry)
 
     def _publish(self, entry: Entry, sums: list[int]) -> None:
@@ -401,8 +411,8 @@ class Cache:
             self._tiering.remove(old)
         self._tiering.add(entry)
         self.counts.bytes_put += entry.value_bytes
-        if self._disk is not None:
-            self._wanted.notify()
+        if self._writer is not None:
+            self._writer.nudge()
 
     def _forget_key(self, key: bytes) -> bool:
         """With the lock: whether there was something in memory."""
@@ -423,7 +433,7 @@ class Cache:
             left = deadline - time.monotonic()
             if left <= 0 or self._closing:
                 return None
-            self._changed.wait(left)
+            self._wait(left)
         if self._disk is None or self._disk.record_bytes(key) is None:
             return False
         self._in_transition.add(key)
@@ -434,6 +444,12 @@ class Cache:
         self._in_transition.discard(key)
         self._changed.notify_all()
 
+    def _wait(self, timeout_s: float) -> None:
+        """With the lock: until something has changed."""
+        self._num_waiting += 1
+        self._changed.wait(timeout_s)
+        self._num_waiting -= 1
+
     @property
     def _on_disk(self) -> DiskTier:
         assert self._disk is not None
@@ -441,29 +457,17 @@ class Cache:
 
     # --- writing down
 
-    def _write_down_forever(self) -> None:
-        while True:
-            with self._lock:
-                while not self._closing and not self._to_write_down(everything=self._starved):
-                    self._wanted.wait(RETRY_S)
-                if self._closing:
-                    return
-                starved, self._starved = self._starved, False
-            if not self._write_down(everything=starved):
-                with self._lock:
-                    if not self._closing:
-                        self._wanted.wait(RETRY_S)
-
-    def _to_write_down(self, *, everything: bool) -> list[Entry]:
+    def to_write_down(self, *, everything: bool) -> list[Entry]:
+        """With the lock: what is to be written to the disk now."""
         free = self.arena.capacity_bytes - self.arena.used_bytes
         tiering = self._tiering
         chosen = tiering.all_dirty(WRITE_DOWN_BYTES) if everything else tiering.to_write_down(free, WRITE_DOWN_BYTES)
         return [entry for entry in chosen if entry.key not in self._in_transition]
 
-    def _write_down(self, *, everything: bool) -> int:
+    def write_down(self, *, everything: bool) -> int:
         """Write some cold objects to the disk; how many it took."""
         with self._lock:
-            chosen = self._to_write_down(everything=everything)
+            chosen = self.to_write_down(everything=everything)
             for entry in chosen:
                 self.arena.pin(entry)
                 self._in_transition.add(entry.key)

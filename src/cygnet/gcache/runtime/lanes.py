@@ -15,12 +15,14 @@ from typing import Protocol
 import numpy as np
 
 from cygnet.gcache.protocol import (
+    ANY,
     OUTCOMES,
     Got,
     Item,
     Op,
     ProtocolError,
     Put,
+    Viewed,
     Want,
     pack_puts,
     pack_view,
@@ -30,7 +32,7 @@ from cygnet.gcache.protocol import (
 )
 from cygnet.gcache.record import CHUNK_BYTES, U64, chunk_seed, num_chunks
 from cygnet.gcache.runtime.channel import Channel, GCacheError, Peer
-from cygnet.gcache.runtime.views import View
+from cygnet.gcache.runtime.views import MappedArena, View
 from cygnet.gcache.runtime.wire import DeadlineError, Piece
 from cygnet.kv.store import Outcome
 
@@ -212,6 +214,11 @@ class PutFrame:
             part.result.add(item)
 
 
+def outcome_of(status: int) -> Outcome:
+    """What a caller is told of an object's status in an answer."""
+    return OUTCOMES[_item(status)]
+
+
 def _item(status: int) -> Item:
     try:
         return Item(status)
@@ -278,22 +285,27 @@ def view_all(peer: Peer, wants: Sequence[Want], deadline: float) -> list[View | 
             meta = channel.call(Op.VIEW, pack_view(channel.take_released(), some), count=len(some))
             for viewed in unpack_viewed(meta, len(some)):
                 if viewed.status != Item.OK:
-                    views.append(OUTCOMES[_item(viewed.status)])
+                    views.append(outcome_of(viewed.status))
                     continue
-                if viewed.offset + viewed.value_bytes > len(arena.memory):
-                    raise ProtocolError("a view beyond the end of the arena")
-                views.append(
-                    View(
-                        arena,
-                        viewed.slot,
-                        viewed.stamp,
-                        viewed.offset,
-                        viewed.value_bytes,
-                        channel.give_back,
-                        viewed.lease,
-                    )
-                )
+                views.append(_view(channel, arena, viewed))
     return views
+
+
+def view_one(peer: Peer, key: bytes, deadline: float, value_bytes: int = ANY) -> View | Outcome:
+    """A view of one object of a local server. Raises what `Peer.channel` raises."""
+    with peer.channel(deadline, unix=True) as channel:
+        arena = channel.arena
+        assert arena is not None
+        viewed = channel.view_one(key, value_bytes)
+        return _view(channel, arena, viewed) if viewed.status == Item.OK else outcome_of(viewed.status)
+
+
+def _view(channel: Channel, arena: MappedArena, viewed: Viewed) -> View:
+    if viewed.offset + viewed.value_bytes > len(arena.memory):
+        raise ProtocolError("a view beyond the end of the arena")
+    return View(
+        arena, viewed.slot, viewed.stamp, viewed.offset, viewed.value_bytes, channel.give_back, viewed.lease
+    )
 
 
 def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
@@ -310,11 +322,19 @@ def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], d
         ):
             size += len(buffers[last])
             last += 1
-        wants = [Want(keys[at], len(buffers[at])) for at in range(first, last)]
-        views = view_all(peer, wants, deadline)
+        if last - first == 1:
+            outcomes.append(copy_one(peer, keys[first], buffers[first], deadline))
+            continue
+        views = view_all(peer, [Want(keys[at], len(buffers[at])) for at in range(first, last)], deadline)
         for view, buffer in zip(views, buffers[first:last], strict=True):
             outcomes.append(_copy(view, buffer, deadline) if isinstance(view, View) else view)
     return outcomes
+
+
+def copy_one(peer: Peer, key: bytes, buffer: memoryview, deadline: float) -> Outcome:
+    """Fill a buffer from a local server's arena. `FAILED`: another way is to be tried."""
+    view = view_one(peer, key, deadline, len(buffer))
+    return _copy(view, buffer, deadline) if isinstance(view, View) else view
 
 
 def _copy(view: View, buffer: memoryview, deadline: float) -> Outcome:
