@@ -58,15 +58,15 @@ def get(cached: Cache, name: bytes) -> bytes | Item:
     try:
         return bytes(cached.arena.value(entry))
     finally:
-        cached.release([entry])
+        cached.memory.release([entry])
 
 
 def down(cached: Cache) -> None:
     """Have everything in memory written down, and given up there."""
     while cached.write_down(everything=True):
         pass
-    with cached._lock:
-        while (victim := cached._tiering.victim()) is not None:
+    with cached.memory.lock:
+        while (victim := cached.memory.tiering.victim()) is not None:
             assert victim.clean
             cached._give_up(victim)
     assert len(cached.arena) == 0
@@ -330,7 +330,7 @@ class Tiers(RuleBasedStateMachine):
     def let_go(self) -> None:
         for entry, value in self.held:
             assert bytes(self.cached.arena.value(entry)) == value
-        self.cached.release([entry for entry, _ in self.held])
+        self.cached.memory.release([entry for entry, _ in self.held])
         self.held.clear()
 
     @rule()
@@ -348,9 +348,9 @@ class Tiers(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        with self.cached._lock:
+        with self.cached.memory.lock:
             assert self.cached.arena.audit() == []
-            assert self.cached._tiering.audit(self.cached.arena.entries()) == []
+            assert self.cached.memory.tiering.audit(self.cached.arena.entries()) == []
 
     def teardown(self) -> None:
         self.context.__exit__(None, None, None)

@@ -27,6 +27,7 @@ from cygnet.gcache.record import (
     layout,
     num_chunks,
     pack_prefix,
+    pack_words,
     slot_checksum,
     unpack_arena_head,
     unpack_record,
@@ -269,9 +270,7 @@ class Arena:
     def _publish(self, entry: Entry, version: int, checksum: int) -> Entry | None:
         memory, slot = self._memory, entry.slot
         words = (entry.start, entry.units, len(entry.key), entry.value_bytes, version, checksum)
-        for number, word in enumerate(words, 1):
-            memory.set_word(slot, number, word)
-        memory.set_word(slot, 7, slot_checksum(words))
+        memory.write(PAGE + slot * SLOT_BYTES + 8, pack_words(words))
         entry.version, entry.state = version, State.COMMITTED
         memory.set_word(slot, 0, entry.stamp)
         old = self._index.get(entry.key)

@@ -88,6 +88,7 @@ class Channel:
         """The server's arena, if this connection may ask for views of it."""
         self.used_at = time.monotonic()
         self._epoch = epoch
+        self._scratch = memoryview(b"")
         self._released: deque[int] = deque(maxlen=MAX_BATCH)
         """Leases to give back; of more than that the oldest end by themselves."""
 
@@ -164,6 +165,12 @@ class Channel:
         piece = Piece(value, chunk_seed(key) if verify else 0, checked=verify)
         wire.read_pieces([piece])
         return Item.TORN if verify and piece.digest != checksum else Item.OK
+
+    def scratch(self, num_bytes: int) -> memoryview:
+        """Memory for that many bytes, the same at each call."""
+        if len(self._scratch) < num_bytes:
+            self._scratch = memoryview(bytearray(num_bytes))
+        return self._scratch[:num_bytes]
 
     def _budget_ms(self) -> int:
         """Of the deadline that the connection has been given."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cygnet.gcache.protocol import Item
@@ -29,6 +30,17 @@ class Counts:
         with self._lock:
             self.gets[item] += 1
             self.bytes_got += num_bytes
+
+    def got_all(self, items: Iterable[int], num_bytes: int) -> None:
+        """Objects, or slices, were answered with these, and so many bytes in all."""
+        with self._lock:
+            self.gets.update(map(Item, items))
+            self.bytes_got += num_bytes
+
+    def put_all(self, items: Iterable[Item]) -> None:
+        """Objects that were put were answered with these."""
+        with self._lock:
+            self.puts.update(items)
 
     def put(self, item: Item) -> None:
         """An object, or a slice, that was put was answered with this."""
