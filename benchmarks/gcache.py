@@ -291,16 +291,16 @@ def check(rows: list[Row], frozen: dict[str, float]) -> int:
             found[name] = value, value <= target
         elif name == "late_max_ms":
             found[name] = frozen["late_ms_worst"], frozen["late_ms_worst"] <= target
+        elif name in BATCHES:
+            batch = next((row for row in rows if row.what == BATCHES[name]), None)
+            if batch is not None and batch.of_its_bound is not None:
+                found[name] = batch.of_its_bound, batch.of_its_bound >= target
         elif "_of_redis" in name or "_of_mooncake" in name:
             ours, _, theirs = name.partition("_of_")
             kind = ours.removeprefix("tcp_")
             peer = next((row for what, row in at_1mib.items() if what in PEERS[theirs, kind]), None)
             if peer is not None:
                 found[name] = (value := peer.p50_us / at_1mib[f"GCache TCP {kind}"].p50_us), value >= target
-        elif name in BATCHES:
-            batch = next((row for row in rows if row.what == BATCHES[name]), None)
-            if batch is not None and batch.of_its_bound is not None:
-                found[name] = batch.of_its_bound, batch.of_its_bound >= target
         else:
             row = at_1mib.get(f"GCache {name.removesuffix('_of_bound').replace('_', ' ').replace('tcp', 'TCP')}")
             if row is not None and row.of_its_bound is not None:

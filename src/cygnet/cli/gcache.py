@@ -42,6 +42,7 @@ def gcache() -> None:
 def serve(
     host: Annotated[str, _option("HOST", "address to listen on [127.0.0.1]")] = "127.0.0.1",
     port: Annotated[int, _option("PORT", "port, 0 for any [7400]")] = 7400,
+    resp_port: Annotated[int | None, _option("PORT", "serve Redis clients there, 0 for any")] = None,
     memory: Annotated[str, _option("SIZE", "shared memory to take at once [1GiB]")] = "1GiB",
     disk: Annotated[str, _option("PATH:SIZE", "folder for what is cold, such as /data/gcache:200GiB")] = "",
     arena: Annotated[Path | None, _option("PATH", "folder of the memory [/dev/shm/cygnet-gcache-UID-PORT]")] = None,
@@ -62,7 +63,7 @@ def serve(
     from cygnet.gcache.runtime.server import Server
 
     options = _server_options(
-        host, port, memory, disk, arena, object_size, max_value, max_connections, server_id, public=open_
+        host, port, resp_port, memory, disk, arena, object_size, max_value, max_connections, server_id, public=open_
     )
     server = Server(options)
     try:
@@ -71,7 +72,8 @@ def serve(
         server.close()
         raise
     try:
-        _announce(server.stats(), host, server.port, None if metrics is None else metrics.port, as_json=json)
+        ports = {"port": server.port, "resp_port": server.resp_port, "metrics_port": metrics.port if metrics else None}
+        _announce(server.stats(), host, ports, as_json=json)
         signal.sigwait(ends)
     finally:
         if metrics is not None:
@@ -166,6 +168,7 @@ def bench(
 def _server_options(
     host: str,
     port: int,
+    resp_port: int | None,
     memory: str,
     disk: str,
     arena: Path | None,
@@ -194,6 +197,7 @@ def _server_options(
     return ServerOptions(
         host=host,
         port=port,
+        resp_port=resp_port,
         memory_bytes=parse_bytes(memory),
         mean_object_bytes=parse_bytes(object_size),
         arena=arena,
@@ -205,19 +209,22 @@ def _server_options(
     )
 
 
-def _announce(stats: dict[str, object], host: str, port: int, metrics_port: int | None, *, as_json: bool) -> None:
+def _announce(stats: dict[str, object], host: str, ports: dict[str, int | None], *, as_json: bool) -> None:
     import json
 
     from cygnet.base.units import format_bytes
 
     if as_json:
-        print(json.dumps({"host": host, "port": port, "metrics_port": metrics_port, **stats}), flush=True)
+        print(json.dumps({"host": host, **ports, **stats}), flush=True)
         return
     memory, disk = stats["memory_capacity_bytes"], stats["disk_capacity_bytes"]
     assert isinstance(memory, int)
     assert isinstance(disk, int)
     tiers = f"{format_bytes(memory)} of memory" + (f", {format_bytes(disk)} of disk" if disk else "")
-    print(f"gcache serves gcache://{host}:{port}: {tiers}, {stats['objects']} objects found", flush=True)
+    doors = f"gcache://{host}:{ports['port']}"
+    if ports["resp_port"] is not None:
+        doors += f" and redis://{host}:{ports['resp_port']}"
+    print(f"gcache serves {doors}: {tiers}, {stats['objects']} objects found", flush=True)
 
 
 def _hold_signals() -> "set[signal.Signals]":

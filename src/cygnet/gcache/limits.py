@@ -18,6 +18,8 @@ class Limits:
 
     max_key_bytes: int = 1024
     max_value_bytes: int = 1 << 30
+    max_resp_bytes: int = 64 << 20
+    """Of one command of a Redis client, which is held in the server's own memory until it is complete."""
     max_connections: int = 256
     frame_timeout_s: float = 30.0
     """A frame that has begun must have arrived, and an answer must have left, within this time."""

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from struct import Struct, pack
+from struct import Struct, pack, unpack
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -167,6 +167,11 @@ def unpack_record(memory: memoryview) -> Record | None:
 def pack_sums(sums: Sequence[int]) -> bytes:
     """Checksums as records and frames have them."""
     return pack(f"<{len(sums)}Q", *sums)
+
+
+def unpack_sums(packed: bytes) -> list[int]:
+    """What `pack_sums` made."""
+    return list(unpack(f"<{len(packed) // 8}Q", packed))
 
 
 def value_is_whole(key: bytes, value: "memoryview | bytes", sums: bytes) -> bool:

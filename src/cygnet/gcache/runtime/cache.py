@@ -12,11 +12,12 @@ from functools import partial
 from cygnet.gcache.arena import Entry
 from cygnet.gcache.limits import Limits
 from cygnet.gcache.protocol import Item, Put
-from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, value_is_whole
+from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, unpack_sums, value_is_whole
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.memory_tier import MemoryTier
 from cygnet.gcache.runtime.shared_memory import SharedMemory
 from cygnet.gcache.runtime.writer import DISK_TIMEOUT_S, Writer
+from cygnet.kv.runtime.disk_store.disk import copy
 from cygnet.kv.store import Outcome
 
 WRITE_DOWN_BYTES = 8 << 20
@@ -26,6 +27,8 @@ WAIT_FOR_DISK_S = 1.0
 TRIES = 8
 """Cold objects given up one by one, before neighbours are, for room in one piece."""
 
+Allowed = Callable[[Entry | None, bool], bool]
+"""Whether what is there may be replaced: what memory has, and whether it is the disk alone that has something."""
 FROM_DISK = {Outcome.MISS: Item.MISS, Outcome.TORN: Item.TORN, Outcome.TIMED_OUT: Item.TIMED_OUT}
 
 
@@ -142,13 +145,29 @@ class Cache:
                     items.append(None)
         return [self.commit(*one, deadline) if item is None else item for one, item in zip(filled, items, strict=True)]
 
-    def commit(self, entry: Entry, sums: list[int], deadline: float) -> Item:
-        """Have it found under its key from now on, instead of what was; on failure it is given up."""
+    def commit(
+        self,
+        entry: Entry,
+        sums: list[int],
+        deadline: float,
+        allowed: Callable[[Entry | None, bool], bool] | None = None,
+    ) -> Item:
+        """Have it found under its key from now on, instead of what was; on failure it is given up.
+
+        `allowed` is asked first; what has expired is not there. If it says no, nothing is done: `MISS`.
+        """
         with self.memory.lock:
             on_disk = self._begin(entry.key, deadline)
             if on_disk is None:
                 self.arena.abort(entry)
                 return Item.TIMED_OUT
+            if allowed is not None:
+                found = self.arena.find(entry.key)
+                valid = None if found is None or self.memory.is_expired(found) else found
+                if not allowed(valid, on_disk and found is None):
+                    self.arena.abort(entry)
+                    self._end(entry.key)
+                    return Item.MISS
             if not on_disk:
                 self._publish(entry, sums)
                 return Item.OK
@@ -159,6 +178,21 @@ class Cache:
                 self._publish(entry, sums)
                 self._end(entry.key)
         return Item.OK
+
+    def set_ttl(self, key: bytes, ttl_ms: int, deadline: float) -> Item:
+        """Have an object expire so long from now, 0 for never: it is copied, if nothing has replaced it meanwhile."""
+        old = self.acquire(key, deadline)
+        if isinstance(old, Item):
+            return old
+        try:
+            fresh = self.reserve(key, old.value_bytes, ttl_ms, deadline)
+            if isinstance(fresh, Item):
+                return fresh
+            copy(self.arena.value(fresh), self.arena.value(old))
+            sums = unpack_sums(self.arena.sums(old))
+            return self.commit(fresh, sums, deadline, lambda entry, _: entry is old)
+        finally:
+            self.memory.release([old])
 
     def abandon(self, entry: Entry) -> None:
         """Give up what was reserved."""

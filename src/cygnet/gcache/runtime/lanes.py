@@ -41,6 +41,8 @@ MAX_KEYS = 256
 GOT_BYTES, SUM_BYTES = 28, 8
 SMALL_BYTES = 1 << 20
 """Answers with several objects and no more than this are taken in with one piece of memory."""
+LATE_BYTES = 128 << 10
+"""Values longer than this are hashed when they have been sent, while the server takes them in."""
 COPY_BYTES = 8 << 20
 """Objects viewed with one request, when they are to be copied."""
 FAILURES = (OSError, ProtocolError, GCacheError)
@@ -221,7 +223,7 @@ class PutFrame:
 
     def send(self, channel: Channel) -> None:
         body = [part.view for part in self.parts if len(part.view)]
-        late = sum(map(len, body)) > SMALL_BYTES // 8
+        late = sum(map(len, body)) > LATE_BYTES * len(self.parts)
         sums = [b"" if late else self._sums(part) for part in self.parts]
         puts = [
             Put(part.key, part.value_bytes, own, part.first_chunk, part.num_chunks, self.ttl_ms, part.upload)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
 
 from cygnet.gcache.arena import Arena, ArenaMemory, Entry
 from cygnet.gcache.leases import Leases
@@ -90,6 +91,13 @@ class MemoryTier:
             for entry in self._leases.release_all(owner):
                 self.arena.unpin(entry)
             self.tell()
+
+    def entries_after(self, version: int, count: int) -> list[Entry]:
+        """The next `count` objects of a later version that have not expired, in the order of versions. O(objects)."""
+        with self.lock:
+            entries = self.arena.entries()
+        later = (entry for entry in entries if entry.version > version and not self.is_expired(entry))
+        return nsmallest(count, later, key=lambda entry: entry.version)
 
     # --- with the lock
 

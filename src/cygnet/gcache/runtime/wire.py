@@ -123,6 +123,13 @@ class Wire:
 
     # --- reading
 
+    def receive(self, buffer: memoryview) -> int:
+        """Whatever has arrived, at least a byte; how many bytes."""
+        got = self.sock.recv_into(buffer)
+        if not got:
+            raise self._ended()
+        return got
+
     def peek(self, expected: int = BUFFER_BYTES) -> memoryview:
         """What is in the buffer, at least a head. Up to `expected` bytes are read with one call, if there."""
         if self._end - self._begin < HEAD_BYTES:
