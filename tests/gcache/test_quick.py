@@ -1,6 +1,6 @@
 """Frames about one object: the same bytes as the general ones, read the same way, and nothing else taken for them."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cygnet.gcache.protocol import (
@@ -41,6 +41,7 @@ KEYS = st.binary(min_size=1, max_size=40).map(lambda name: b"\x03kv0" + name)
 SIZES = st.integers(1, CHUNK_BYTES)
 
 
+@settings(deadline=None)
 @given(U64, U64, U32, U64, KEYS, U64)
 def test_a_view_of_one(request_id: int, epoch: int, budget_ms: int, lease: int, key: bytes, size: int) -> None:
     frame = pack_view_of_one(request_id, epoch, budget_ms, lease, key, size)
@@ -49,6 +50,7 @@ def test_a_view_of_one(request_id: int, epoch: int, budget_ms: int, lease: int, 
     assert unpack_one(memoryview(frame)) == (Op.VIEW, request_id, epoch, budget_ms, lease, size, key)
 
 
+@settings(deadline=None)
 @given(U64, U64, U32, KEYS, SIZES)
 def test_a_get_of_one(request_id: int, epoch: int, budget_ms: int, key: bytes, size: int) -> None:
     frame = pack_get_of_one(request_id, epoch, budget_ms, key, size)
@@ -57,6 +59,7 @@ def test_a_get_of_one(request_id: int, epoch: int, budget_ms: int, key: bytes, s
     assert unpack_one(memoryview(frame)) == (Op.GET, request_id, epoch, budget_ms, 0, size, key)
 
 
+@settings(deadline=None)
 @given(U64, U64, U32, SIZES, U64, U64)
 def test_answers(request_id: int, epoch: int, slot: int, size: int, version: int, number: int) -> None:
     where = (slot, number, size, version, number)
@@ -82,6 +85,7 @@ def mutated(frame: bytes, data: st.DataObject) -> bytes:
     return bytes(changed)[: data.draw(st.integers(HEAD_BYTES, len(changed)))]
 
 
+@settings(deadline=None)
 @given(KEYS, SIZES, st.data())
 def test_a_request_taken_for_one_means_the_same_to_the_general_way(key: bytes, size: int, data: st.DataObject) -> None:
     """Whatever bytes are changed or missing."""
@@ -103,6 +107,7 @@ def test_a_request_taken_for_one_means_the_same_to_the_general_way(key: bytes, s
     assert (wants[0].key, wants[0].value_bytes) == (asked.key, asked.value_bytes)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=HEAD_BYTES, max_size=200), U64, SIZES)
 def test_any_bytes_are_left_to_the_general_way(tail: bytes, request_id: int, size: int) -> None:
     for magic in (REQUEST_MAGIC, ANSWER_MAGIC):

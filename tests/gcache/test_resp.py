@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cygnet.gcache import resp
@@ -29,6 +29,7 @@ def parse(data: bytes, cuts: list[int], parser: RespParser | None = None) -> lis
     return commands
 
 
+@settings(deadline=None)
 @given(COMMANDS, st.lists(st.integers(0, 1000), max_size=8))
 def test_commands_are_found_however_they_arrive(commands: list[list[bytes]], cuts: list[int]) -> None:
     parser = RespParser(1000)
@@ -68,6 +69,7 @@ def test_what_is_no_command_is_refused(data: bytes, words: str) -> None:
         parse(data, [])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.one_of(st.binary(max_size=40), st.sampled_from([b"*2\r\n", b"$5\r\n", b"\r\n", b"*", b"$1", b"hello"])))
 )
@@ -111,6 +113,7 @@ def test_names_and_keys(name: bytes, key: bytes) -> None:
     assert resp.name_of(key) == name
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300))
 def test_every_name_is_a_key_and_back(name: bytes) -> None:
     assert resp.name_of(resp.key_of(name)) == name
@@ -145,6 +148,7 @@ def test_patterns(pattern: bytes, yes: list[str], no: list[str]) -> None:
     assert not any(matcher.match(text) for text in no)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=20), st.text(st.characters(max_codepoint=255), max_size=20))
 def test_any_pattern_can_be_asked(pattern: bytes, text: str) -> None:
     assert isinstance(resp.glob(pattern), re.Pattern)

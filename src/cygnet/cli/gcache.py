@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Sequence
 
     from cygnet.gcache.runtime.client import GCacheClient
     from cygnet.gcache.runtime.server import ServerOptions
@@ -48,6 +49,15 @@ def serve(
     arena: Annotated[Path | None, _option("PATH", "folder of the memory [/dev/shm/cygnet-gcache-UID-PORT]")] = None,
     object_size: Annotated[str, _option("SIZE", "mean size; memory/SIZE objects fit at most [16KiB]")] = "16KiB",
     max_value: Annotated[str, _option("SIZE", "largest value taken [1GiB]")] = "1GiB",
+    limits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit",
+            metavar="NAME:quota=SIZE,value=SIZE,ttl=S",
+            help="limits of a namespace, or of all that begin so (NAME*); may be given again",
+            show_default=False,
+        ),
+    ] = None,
     max_connections: Annotated[int, _option("N", "connections at once [256]")] = 256,
     metrics_port: Annotated[int | None, _option("PORT", "publish Prometheus metrics there")] = None,
     server_id: Annotated[str, _option("NAME", "name in placement [HOST:PORT]")] = "",
@@ -63,7 +73,18 @@ def serve(
     from cygnet.gcache.runtime.server import Server
 
     options = _server_options(
-        host, port, resp_port, memory, disk, arena, object_size, max_value, max_connections, server_id, public=open_
+        host,
+        port,
+        resp_port,
+        memory,
+        disk,
+        arena,
+        object_size,
+        max_value,
+        max_connections,
+        server_id,
+        limits or (),
+        public=open_,
     )
     server = Server(options)
     try:
@@ -176,6 +197,7 @@ def _server_options(
     max_value: str,
     max_connections: int,
     server_id: str,
+    limits: "Sequence[str]",
     *,
     public: bool,
 ) -> "ServerOptions":
@@ -184,6 +206,7 @@ def _server_options(
     from cygnet.base.errors import ConfigError
     from cygnet.base.units import parse_bytes
     from cygnet.gcache.limits import Limits
+    from cygnet.gcache.namespaces import parse_limits
     from cygnet.gcache.runtime.server import ServerOptions
 
     token = os.environ.get(TOKEN, "")
@@ -205,7 +228,11 @@ def _server_options(
         disk_bytes=parse_bytes(size) if disk else 0,
         token=token,
         server_id=server_id,
-        limits=Limits(max_value_bytes=parse_bytes(max_value), max_connections=max_connections),
+        limits=Limits(
+            max_value_bytes=parse_bytes(max_value),
+            max_connections=max_connections,
+            namespaces=dict(parse_limits(text) for text in limits),
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """What a server accepts, and a client sends. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 MAX_NAMESPACE_BYTES = 255
 MAX_KEY_BYTES = 4096
@@ -10,6 +11,22 @@ MAX_BATCH = 4096
 MAX_META_BYTES = 16 << 20
 MAX_FRAME_BYTES = 1 << 30
 """Values in one frame; larger ones are sent in slices."""
+
+
+@dataclass(frozen=True)
+class NamespaceLimits:
+    """Of one namespace; 0 is no limit."""
+
+    max_bytes: int = 0
+    """Of records in memory. A put that would be over it takes the place of the namespace's own oldest objects."""
+    max_value_bytes: int = 0
+    """Of one value."""
+    ttl_ms: int = 0
+    """Objects live no longer than this, and exactly so long if they were put without a time."""
+
+    def ttl_of(self, ttl_ms: int) -> int:
+        """Time to live of an object that is put with `ttl_ms`, 0 for none."""
+        return min(ttl_ms or self.ttl_ms, self.ttl_ms or ttl_ms)
 
 
 @dataclass(frozen=True)
@@ -30,3 +47,5 @@ class Limits:
     """How long a view of the arena is safe from reuse."""
     max_leased_fraction: float = 0.5
     """Part of the arena that views may keep in place."""
+    namespaces: Mapping[bytes, NamespaceLimits] = field(default_factory=dict)
+    """Limits of namespaces by name, or by `beginning*`; others have none of their own."""

@@ -113,10 +113,10 @@ class Cache:
         refused = self._refused(key, value_bytes)
         if refused is not None:
             return refused
+        ttl_ms = self.memory.namespaces.limits_of(key).ttl_of(ttl_ms)
         expiry_ns = self.memory.wall_ns() + ttl_ms * 1_000_000 if ttl_ms else 0
-        return self._room(
-            lambda: self.arena.begin(key, value_bytes, expiry_ns), layout(len(key), value_bytes).record_bytes, deadline
-        )
+        needed = layout(len(key), value_bytes).record_bytes
+        return self._room(lambda: self.arena.begin(key, value_bytes, expiry_ns), needed, deadline)
 
     def reserve_all(self, puts: Sequence[Put], deadline: float) -> list[Entry | Item]:
         """What `reserve` gives for each; as long as there is room, under one lock."""
@@ -125,7 +125,8 @@ class Cache:
         with self.memory.lock:
             for put in puts:
                 fits = self._refused(put.key, put.value_bytes) is None and not self._closing
-                expiry_ns = now_ns + put.ttl_ms * 1_000_000 if put.ttl_ms else 0
+                ttl_ms = self.memory.namespaces.limits_of(put.key).ttl_of(put.ttl_ms)
+                expiry_ns = now_ns + ttl_ms * 1_000_000 if ttl_ms else 0
                 places.append(self.arena.begin(put.key, put.value_bytes, expiry_ns) if fits else None)
         return [
             place or self.reserve(put.key, put.value_bytes, put.ttl_ms, deadline)
@@ -139,8 +140,7 @@ class Cache:
             for entry, sums in filled:
                 alone = self._disk is None or self._disk.record_bytes(entry.key) is None
                 if alone and entry.key not in self._in_transition:
-                    self._publish(entry, sums)
-                    items.append(Item.OK)
+                    items.append(self._publish(entry, sums))
                 else:
                     items.append(None)
         return [self.commit(*one, deadline) if item is None else item for one, item in zip(filled, items, strict=True)]
@@ -169,15 +169,14 @@ class Cache:
                     self._end(entry.key)
                     return Item.MISS
             if not on_disk:
-                self._publish(entry, sums)
-                return Item.OK
+                return self._publish(entry, sums)
         try:
             self._on_disk.remove(entry.key)
         finally:
             with self.memory.lock:
-                self._publish(entry, sums)
+                item = self._publish(entry, sums)
                 self._end(entry.key)
-        return Item.OK
+        return item
 
     def set_ttl(self, key: bytes, ttl_ms: int, deadline: float) -> Item:
         """Have an object expire so long from now, 0 for never: it is copied, if nothing has replaced it meanwhile."""
@@ -261,8 +260,13 @@ class Cache:
 
     def _refused(self, key: bytes, value_bytes: int) -> Item | None:
         """Why an object is not taken, however much room there is."""
-        limits = self.limits
-        return Item.FULL if value_bytes > limits.max_value_bytes or len(key) > limits.max_key_bytes else None
+        limits, own = self.limits, self.memory.namespaces.limits_of(key)
+        if value_bytes > limits.max_value_bytes or len(key) > limits.max_key_bytes:
+            return Item.FULL
+        if own.max_value_bytes and value_bytes > own.max_value_bytes:
+            return Item.FULL
+        over_quota = own.max_bytes and layout(len(key), value_bytes).record_bytes > own.max_bytes
+        return Item.FULL if over_quota else None
 
     def _verify(self, entry: Entry) -> Entry | Item:
         """Check an object that an earlier process has left; a damaged one is given up."""
@@ -378,11 +382,19 @@ class Cache:
         self.memory.tiering.evicted(entry)
         self.arena.kill(entry)
 
-    def _publish(self, entry: Entry, sums: list[int]) -> None:
-        """With the lock."""
+    def _publish(self, entry: Entry, sums: list[int]) -> Item:
+        """With the lock: have it found, and its namespace's oldest objects go where that is over its quota."""
+        excess = self.memory.namespaces.excess(entry.key, entry.num_bytes)
+        if excess is None:
+            self.arena.abort(entry)
+            return Item.FULL
+        for old in excess:
+            self._give_up(old)
+        self.counts.over_quota_objects += len(excess)
         self.memory.publish(entry, sums)
         if self._writer is not None:
             self._writer.nudge()
+        return Item.OK
 
     def _begin(self, key: bytes, deadline: float) -> bool | None:
         """With the lock: be the only one to change where `key` lies, until `_end`.

@@ -19,6 +19,8 @@ class Counts:
     """Left the memory for room, with a copy on the disk or for good."""
     dropped_objects: int = 0
     """Of these: left for good though there is a disk, because it was too slow."""
+    over_quota_objects: int = 0
+    """Of the evicted ones: for their own namespace's quota."""
     written_down_objects: int = 0
     bytes_got: int = 0
     bytes_put: int = 0

@@ -8,6 +8,7 @@ from heapq import nsmallest
 from cygnet.gcache.arena import Arena, ArenaMemory, Entry
 from cygnet.gcache.leases import Leases
 from cygnet.gcache.limits import Limits
+from cygnet.gcache.namespaces import Namespaces
 from cygnet.gcache.protocol import ANY, Item
 from cygnet.gcache.runtime.counts import Counts
 from cygnet.gcache.tiering import Tiering
@@ -25,7 +26,8 @@ class MemoryTier:
         self.arena = Arena(memory)
         """Others may ask it where a pinned entry's bytes and checksums are, and nothing else."""
         self.counts = Counts()
-        self.tiering = Tiering(self.arena.capacity_bytes, has_lower_tier=has_lower_tier)
+        self.namespaces = Namespaces(limits.namespaces)
+        self.tiering = Tiering(self.arena.capacity_bytes, has_lower_tier=has_lower_tier, namespaces=self.namespaces)
         self.lock = threading.Lock()
         self.wall_ns = wall_ns
         self._leases = Leases(int(limits.lease_s * 1e9), int(limits.max_leased_fraction * self.arena.capacity_bytes))
@@ -166,6 +168,7 @@ class MemoryTier:
                 "leased_bytes": self._leases.leased_bytes,
                 "damaged_slots": self.arena.damaged,
                 **self.counts.as_dict(),
+                **self.namespaces.stats(),
             }
 
     def audit(self) -> list[str]:
