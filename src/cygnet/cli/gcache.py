@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cygnet.cli.gcache_top import Count, Interval
+
 if TYPE_CHECKING:
     import signal
     from collections.abc import Sequence
@@ -110,6 +112,20 @@ def stat(servers: Servers = DEFAULT_SERVERS) -> None:
     client = _client(servers)
     try:
         print_json(client.stats())
+    finally:
+        client.close()
+
+
+@gcache_app.command("top")
+def top(servers: Servers = DEFAULT_SERVERS, interval: Interval = 2.0, count: Count = 0) -> None:
+    """Show what servers are doing, until Ctrl-C: gets and puts per second, hits, what leaves, how full they are."""
+    from cygnet.cli.gcache_top import top as show
+
+    client = _client(servers)
+    try:
+        show(client, interval, count)
+    except KeyboardInterrupt:
+        pass
     finally:
         client.close()
 
