@@ -279,7 +279,10 @@ def test_threads_and_tiers_agree(tmp_path: Path) -> None:
             thread.join()
         assert not errors, errors
         assert cached.counts.disk_hits
-        assert cached.audit() == []
+        until = time.monotonic() + SOON
+        while (faults := cached.audit()) and time.monotonic() < until:
+            continue  # something is being written down just now
+        assert faults == []
 
 
 class Tiers(RuleBasedStateMachine):
