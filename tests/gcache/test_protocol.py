@@ -9,6 +9,7 @@ from cygnet.gcache.protocol import (
     ANSWER_MAGIC,
     HEAD_BYTES,
     REQUEST_MAGIC,
+    SUMS_FOLLOW,
     Got,
     Head,
     Item,
@@ -83,6 +84,8 @@ def test_round_trips(keys: list[bytes], data: st.DataObject) -> None:
     assert unpack_gots(pack_gots(gots), count) == gots
     puts = [Put(key, 2 * CHUNK_BYTES + 1, b"s" * 8, 2, 1, 10, i + 1) for i, key in enumerate(keys)]
     assert unpack_puts(pack_puts(puts), count) == puts
+    bare = [Put(key, 2 * CHUNK_BYTES + 1, b"", 2, 1, 10, i + 1) for i, key in enumerate(keys)]
+    assert unpack_puts(pack_puts(bare), count, SUMS_FOLLOW) == bare
     flags = [i % 3 == 0 for i in range(count)]
     assert unpack_flags(pack_flags(flags), count) == flags
     viewed = [Viewed(Item.OK, i, 1, 2, 3, 4) for i in range(count)]

@@ -309,7 +309,7 @@ def test_another_epoch_is_told_and_nothing_done() -> None:
 def test_what_has_expired_is_not_found() -> None:
     with server() as running, client(running.port) as sdk:
         now = time.time_ns()
-        running.cache._wall_ns = lambda: now
+        running.cache.memory.wall_ns = lambda: now
         sdk.put(key(1), b"abc", ttl_ms=1000)
         sdk.put(key(2), b"abc")
         assert sdk.batch_exists([key(1), key(2)]) == [True, True]

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cygnet.cli.gcache_top import Count, Interval
+
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Sequence
 
     from cygnet.gcache.runtime.client import GCacheClient
     from cygnet.gcache.runtime.server import ServerOptions
@@ -42,11 +45,21 @@ def gcache() -> None:
 def serve(
     host: Annotated[str, _option("HOST", "address to listen on [127.0.0.1]")] = "127.0.0.1",
     port: Annotated[int, _option("PORT", "port, 0 for any [7400]")] = 7400,
+    resp_port: Annotated[int | None, _option("PORT", "serve Redis clients there, 0 for any")] = None,
     memory: Annotated[str, _option("SIZE", "shared memory to take at once [1GiB]")] = "1GiB",
     disk: Annotated[str, _option("PATH:SIZE", "folder for what is cold, such as /data/gcache:200GiB")] = "",
     arena: Annotated[Path | None, _option("PATH", "folder of the memory [/dev/shm/cygnet-gcache-UID-PORT]")] = None,
     object_size: Annotated[str, _option("SIZE", "mean size; memory/SIZE objects fit at most [16KiB]")] = "16KiB",
     max_value: Annotated[str, _option("SIZE", "largest value taken [1GiB]")] = "1GiB",
+    limits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit",
+            metavar="NAME:quota=SIZE,value=SIZE,ttl=S",
+            help="limits of a namespace, or of all that begin so (NAME*); may be given again",
+            show_default=False,
+        ),
+    ] = None,
     max_connections: Annotated[int, _option("N", "connections at once [256]")] = 256,
     metrics_port: Annotated[int | None, _option("PORT", "publish Prometheus metrics there")] = None,
     server_id: Annotated[str, _option("NAME", "name in placement [HOST:PORT]")] = "",
@@ -62,7 +75,18 @@ def serve(
     from cygnet.gcache.runtime.server import Server
 
     options = _server_options(
-        host, port, memory, disk, arena, object_size, max_value, max_connections, server_id, public=open_
+        host,
+        port,
+        resp_port,
+        memory,
+        disk,
+        arena,
+        object_size,
+        max_value,
+        max_connections,
+        server_id,
+        limits or (),
+        public=open_,
     )
     server = Server(options)
     try:
@@ -71,7 +95,8 @@ def serve(
         server.close()
         raise
     try:
-        _announce(server.stats(), host, server.port, None if metrics is None else metrics.port, as_json=json)
+        ports = {"port": server.port, "resp_port": server.resp_port, "metrics_port": metrics.port if metrics else None}
+        _announce(server.stats(), host, ports, as_json=json)
         signal.sigwait(ends)
     finally:
         if metrics is not None:
@@ -87,6 +112,20 @@ def stat(servers: Servers = DEFAULT_SERVERS) -> None:
     client = _client(servers)
     try:
         print_json(client.stats())
+    finally:
+        client.close()
+
+
+@gcache_app.command("top")
+def top(servers: Servers = DEFAULT_SERVERS, interval: Interval = 2.0, count: Count = 0) -> None:
+    """Show what servers are doing, until Ctrl-C: gets and puts per second, hits, what leaves, how full they are."""
+    from cygnet.cli.gcache_top import top as show
+
+    client = _client(servers)
+    try:
+        show(client, interval, count)
+    except KeyboardInterrupt:
+        pass
     finally:
         client.close()
 
@@ -166,6 +205,7 @@ def bench(
 def _server_options(
     host: str,
     port: int,
+    resp_port: int | None,
     memory: str,
     disk: str,
     arena: Path | None,
@@ -173,6 +213,7 @@ def _server_options(
     max_value: str,
     max_connections: int,
     server_id: str,
+    limits: "Sequence[str]",
     *,
     public: bool,
 ) -> "ServerOptions":
@@ -181,6 +222,7 @@ def _server_options(
     from cygnet.base.errors import ConfigError
     from cygnet.base.units import parse_bytes
     from cygnet.gcache.limits import Limits
+    from cygnet.gcache.namespaces import parse_limits
     from cygnet.gcache.runtime.server import ServerOptions
 
     token = os.environ.get(TOKEN, "")
@@ -194,6 +236,7 @@ def _server_options(
     return ServerOptions(
         host=host,
         port=port,
+        resp_port=resp_port,
         memory_bytes=parse_bytes(memory),
         mean_object_bytes=parse_bytes(object_size),
         arena=arena,
@@ -201,23 +244,30 @@ def _server_options(
         disk_bytes=parse_bytes(size) if disk else 0,
         token=token,
         server_id=server_id,
-        limits=Limits(max_value_bytes=parse_bytes(max_value), max_connections=max_connections),
+        limits=Limits(
+            max_value_bytes=parse_bytes(max_value),
+            max_connections=max_connections,
+            namespaces=dict(parse_limits(text) for text in limits),
+        ),
     )
 
 
-def _announce(stats: dict[str, object], host: str, port: int, metrics_port: int | None, *, as_json: bool) -> None:
+def _announce(stats: dict[str, object], host: str, ports: dict[str, int | None], *, as_json: bool) -> None:
     import json
 
     from cygnet.base.units import format_bytes
 
     if as_json:
-        print(json.dumps({"host": host, "port": port, "metrics_port": metrics_port, **stats}), flush=True)
+        print(json.dumps({"host": host, **ports, **stats}), flush=True)
         return
     memory, disk = stats["memory_capacity_bytes"], stats["disk_capacity_bytes"]
     assert isinstance(memory, int)
     assert isinstance(disk, int)
     tiers = f"{format_bytes(memory)} of memory" + (f", {format_bytes(disk)} of disk" if disk else "")
-    print(f"gcache serves gcache://{host}:{port}: {tiers}, {stats['objects']} objects found", flush=True)
+    doors = f"gcache://{host}:{ports['port']}"
+    if ports["resp_port"] is not None:
+        doors += f" and redis://{host}:{ports['resp_port']}"
+    print(f"gcache serves {doors}: {tiers}, {stats['objects']} objects found", flush=True)
 
 
 def _hold_signals() -> "set[signal.Signals]":

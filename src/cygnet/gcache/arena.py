@@ -27,6 +27,7 @@ from cygnet.gcache.record import (
     layout,
     num_chunks,
     pack_prefix,
+    pack_words,
     slot_checksum,
     unpack_arena_head,
     unpack_record,
@@ -63,6 +64,7 @@ class Entry:
         "expiry_ns",
         "generation",
         "key",
+        "num_bytes",
         "pins",
         "places",
         "slot",
@@ -85,7 +87,9 @@ class Entry:
         self.slot = slot
         self.generation = generation
         self.start = start
-        self.units = self.places.record_bytes // GRANULE
+        self.units = places.record_bytes // GRANULE
+        self.num_bytes = self.units * GRANULE
+        """Of the arena that it takes."""
         self.version = 0
         self.state = State.FREE
         """FREE: being filled, and not found."""
@@ -97,11 +101,6 @@ class Entry:
         """Whether a lower tier has it too."""
         self.uses = 0
         """For the tiering policy."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arena that it takes."""
-        return self.units * GRANULE
 
     @property
     def stamp(self) -> int:
@@ -242,7 +241,8 @@ class Arena:
     def unpin(self, entry: Entry) -> None:
         """Undo one `pin`."""
         entry.pins -= 1
-        self._release(entry)
+        if entry.state is State.DEAD:
+            self._release(entry)
 
     def clearing(self, entry: Entry, needed: int, may_go: Callable[[Entry], bool]) -> list[Entry] | None:
         """Which entries around `entry`, itself among them, to give up for `needed` contiguous bytes.
@@ -270,9 +270,7 @@ class Arena:
     def _publish(self, entry: Entry, version: int, checksum: int) -> Entry | None:
         memory, slot = self._memory, entry.slot
         words = (entry.start, entry.units, len(entry.key), entry.value_bytes, version, checksum)
-        for number, word in enumerate(words, 1):
-            memory.set_word(slot, number, word)
-        memory.set_word(slot, 7, slot_checksum(words))
+        memory.write(PAGE + slot * SLOT_BYTES + 8, pack_words(words))
         entry.version, entry.state = version, State.COMMITTED
         memory.set_word(slot, 0, entry.stamp)
         old = self._index.get(entry.key)

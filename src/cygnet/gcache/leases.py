@@ -1,13 +1,12 @@
 """Who reads the arena in place, and until when it is promised to stay. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cygnet.gcache.arena import Entry
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """A promise that `entry`, pinned for it, stays in place."""
 
     entry: Entry
@@ -35,12 +34,13 @@ class Leases:
 
     def grant(self, entry: Entry, owner: int, now_ns: int) -> int | None:
         """Id of a new lease, for an entry that the caller has pinned; `None` when too much is leased already."""
-        if self.leased_bytes + entry.num_bytes > self._max_bytes:
+        leased_bytes = self.leased_bytes + entry.num_bytes
+        if leased_bytes > self._max_bytes:
             return None
-        self._next += 1
-        self._leases[self._next] = Lease(entry, owner, now_ns + self._length_ns)
-        self.leased_bytes += entry.num_bytes
-        return self._next
+        self._next = lease = self._next + 1
+        self._leases[lease] = Lease(entry, owner, now_ns + self._length_ns)
+        self.leased_bytes = leased_bytes
+        return lease
 
     def release(self, lease: int, owner: int) -> Entry | None:
         """End a lease; returns the entry to unpin, `None` when it had ended, or is another's."""

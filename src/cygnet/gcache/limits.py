@@ -1,6 +1,7 @@
 """What a server accepts, and a client sends. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 MAX_NAMESPACE_BYTES = 255
 MAX_KEY_BYTES = 4096
@@ -13,11 +14,29 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
+class NamespaceLimits:
+    """Of one namespace; 0 is no limit."""
+
+    max_bytes: int = 0
+    """Of records in memory. A put that would be over it takes the place of the namespace's own oldest objects."""
+    max_value_bytes: int = 0
+    """Of one value."""
+    ttl_ms: int = 0
+    """Objects live no longer than this, and exactly so long if they were put without a time."""
+
+    def ttl_of(self, ttl_ms: int) -> int:
+        """Time to live of an object that is put with `ttl_ms`, 0 for none."""
+        return min(ttl_ms or self.ttl_ms, self.ttl_ms or ttl_ms)
+
+
+@dataclass(frozen=True)
 class Limits:
     """What one server accepts; never more than the protocol's own limits above."""
 
     max_key_bytes: int = 1024
     max_value_bytes: int = 1 << 30
+    max_resp_bytes: int = 64 << 20
+    """Of one command of a Redis client, which is held in the server's own memory until it is complete."""
     max_connections: int = 256
     frame_timeout_s: float = 30.0
     """A frame that has begun must have arrived, and an answer must have left, within this time."""
@@ -28,3 +47,5 @@ class Limits:
     """How long a view of the arena is safe from reuse."""
     max_leased_fraction: float = 0.5
     """Part of the arena that views may keep in place."""
+    namespaces: Mapping[bytes, NamespaceLimits] = field(default_factory=dict)
+    """Limits of namespaces by name, or by `beginning*`; others have none of their own."""

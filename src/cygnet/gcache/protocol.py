@@ -84,6 +84,8 @@ TOUCH = 1
 """Flag of EXISTS: it is a use."""
 EVERYTHING = 1
 """Flag of CLEAR: all namespaces."""
+SUMS_FOLLOW = 1
+"""Flag of PUT: checksums are not in meta but end the body, so that they can be made while values are on their way."""
 
 
 class ProtocolError(ValueError):
@@ -308,8 +310,8 @@ def pack_puts(puts: Sequence[Put]) -> bytes:
     return b"".join(parts)
 
 
-def unpack_puts(meta: bytes, count: int) -> list[Put]:
-    """What `pack_puts` made."""
+def unpack_puts(meta: bytes, count: int, flags: int = 0) -> list[Put]:
+    """What `pack_puts` made; with `SUMS_FOLLOW`, of puts without sums."""
     puts, at = [], 0
     for _ in range(count):
         value_bytes, upload, ttl_ms, first, chunks, length = _unpack(_Put, meta, at)
@@ -320,8 +322,9 @@ def unpack_puts(meta: bytes, count: int) -> list[Put]:
             raise ProtocolError(f"a put of chunks {first} to {first + chunks} of {value_bytes} bytes")
         if not upload and (first or chunks != num_chunks(value_bytes)):
             raise ProtocolError("a put of part of a value without an upload's name")
-        sums = meta[at : at + 8 * chunks]
-        if len(sums) != 8 * chunks:
+        num_sums = 0 if flags & SUMS_FOLLOW else chunks
+        sums = meta[at : at + 8 * num_sums]
+        if len(sums) != 8 * num_sums:
             raise ProtocolError("a frame's meta part ends too early")
         at += len(sums)
         puts.append(Put(key, value_bytes, sums, first, chunks, ttl_ms, upload))

@@ -25,7 +25,8 @@ used a record without the server's help finds out afterwards whether it was stil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from struct import Struct
+from functools import lru_cache
+from struct import Struct, pack, unpack
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -89,11 +90,11 @@ def chunk_seed(key: bytes) -> int:
     return xxh3_64_intdigest(key)
 
 
-def checksums(key: bytes, value: "memoryview | bytes") -> list[int]:
-    """Checksum of each chunk of `value`, contiguous bytes."""
-    seed = chunk_seed(key)
+def checksums(key: bytes, value: "memoryview | bytes", first_chunk: int = 0) -> list[int]:
+    """Checksum of each chunk of `value`, contiguous bytes that begin with a chunk of that number."""
+    seed = chunk_seed(key) + first_chunk
     if len(value) <= CHUNK_BYTES:
-        return [xxh3_64_intdigest(value, seed=seed)] if len(value) else []
+        return [xxh3_64_intdigest(value, seed=seed & U64)] if len(value) else []
     view = memoryview(value)
     return [
         xxh3_64_intdigest(view[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES], seed=(seed + i) & U64)
@@ -111,6 +112,7 @@ class Layout:
     """In whole granules."""
 
 
+@lru_cache(maxsize=4096)
 def layout(key_bytes: int, value_bytes: int) -> Layout:
     """Layout of a record. O(1)."""
     sums = -(-(RecordHead.size + key_bytes) // 8) * 8
@@ -121,15 +123,11 @@ def layout(key_bytes: int, value_bytes: int) -> Layout:
 def pack_prefix(key: bytes, value_bytes: int, sums: Sequence[int], version: int, expiry_ns: int) -> tuple[bytes, int]:
     """Everything of a record before its value, and the checksum in its head."""
     places = layout(len(key), value_bytes)
-    prefix = bytearray(places.value)
-    prefix[RecordHead.size : RecordHead.size + len(key)] = key
-    packed = Struct(f"<{len(sums)}Q").pack(*sums)
-    prefix[places.sums : places.sums + len(packed)] = packed
-    sum_of_sums = xxh3_64_intdigest(packed)
-    RecordHead.pack_into(prefix, 0, RECORD_MAGIC, len(key), value_bytes, version, expiry_ns, sum_of_sums, 0)
-    own = xxh3_64_intdigest(key, seed=xxh3_64_intdigest(memoryview(prefix)[: RecordHead.size - 8]))
-    prefix[RecordHead.size - 8 : RecordHead.size] = own.to_bytes(8, "little")
-    return bytes(prefix), own
+    packed = pack_sums(sums)
+    head = RecordHead.pack(RECORD_MAGIC, len(key), value_bytes, version, expiry_ns, xxh3_64_intdigest(packed), 0)[:-8]
+    own = xxh3_64_intdigest(key, seed=xxh3_64_intdigest(head))
+    before_sums = (head + own.to_bytes(8, "little") + key).ljust(places.sums, b"\0")
+    return (before_sums + packed).ljust(places.value, b"\0"), own
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +164,30 @@ def unpack_record(memory: memoryview) -> Record | None:
     return Record(key, value_bytes, version, expiry_ns, packed, own, places)
 
 
+def pack_sums(sums: Sequence[int]) -> bytes:
+    """Checksums as records and frames have them."""
+    return pack(f"<{len(sums)}Q", *sums)
+
+
+def unpack_sums(packed: bytes) -> list[int]:
+    """What `pack_sums` made."""
+    return list(unpack(f"<{len(packed) // 8}Q", packed))
+
+
 def value_is_whole(key: bytes, value: "memoryview | bytes", sums: bytes) -> bool:
     """Whether a value has the (packed) checksums."""
-    return Struct(f"<{num_chunks(len(value))}Q").pack(*checksums(key, value)) == sums
+    return pack_sums(checksums(key, value)) == sums
 
 
 def slot_checksum(words: Sequence[int]) -> int:
     """Word 7 of a slot, from words 1 to 6."""
     return xxh3_64_intdigest(Words.pack(*words))
+
+
+def pack_words(words: Sequence[int]) -> bytes:
+    """Words 1 to 7 of a slot, from words 1 to 6."""
+    packed = Words.pack(*words)
+    return packed + xxh3_64_intdigest(packed).to_bytes(8, "little")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ clean bytes together fall below a share of the memory; then what is cold can lea
 from collections.abc import Iterator
 
 from cygnet.gcache.arena import Entry
+from cygnet.gcache.namespaces import Namespaces
 
 SMALL_SHARE = 10
 """One part in so many of the bytes may be in the small queue before it gives up objects first."""
@@ -28,10 +29,19 @@ class Tiering:
     to be written down; no more keys are remembered than `max_ghosts`, and none of an object that is in memory.
     """
 
-    def __init__(self, capacity_bytes: int, *, has_lower_tier: bool, max_ghosts: int = 1 << 16) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        has_lower_tier: bool,
+        max_ghosts: int = 1 << 16,
+        namespaces: Namespaces | None = None,
+    ) -> None:
         self._capacity = capacity_bytes
         self._has_lower_tier = has_lower_tier
         self._max_ghosts = max_ghosts
+        self.namespaces = namespaces or Namespaces({})
+        """Told of each object that comes and leaves."""
         self._small: dict[Entry, None] = {}
         self._main: dict[Entry, None] = {}
         self._ghosts: dict[bytes, None] = {}
@@ -44,6 +54,8 @@ class Tiering:
     def add(self, entry: Entry) -> None:
         """An object has come to memory, clean or not."""
         entry.uses = 0
+        if self.namespaces.any:
+            self.namespaces.add(entry)
         if entry.key in self._ghosts:
             del self._ghosts[entry.key]
             self._main[entry] = None
@@ -63,6 +75,8 @@ class Tiering:
 
     def remove(self, entry: Entry) -> None:
         """It has left memory."""
+        if self.namespaces.any:
+            self.namespaces.remove(entry)
         if entry in self._small:
             del self._small[entry]
             self._small_bytes -= entry.num_bytes
@@ -191,4 +205,4 @@ class Tiering:
             faults.append(f"{len(self._ghosts)} keys are remembered, at most {self._max_ghosts} should be")
         if any(entry.key in self._ghosts for entry in queued):
             faults.append("an object in memory is remembered as gone")
-        return faults
+        return faults + self.namespaces.audit(entries)

@@ -1,43 +1,41 @@
-"""Both tiers of one server behind one lock: what `gcache.arena` and `gcache.tiering` decide is carried out here.
+"""Both tiers of one server: what `gcache.arena` and `gcache.tiering` decide is carried out here.
 
 No value is moved under the lock. Who fills, reads or writes down an object has it pinned. A key is in at most one
 *transition* at a time (being loaded, written down, overwritten or removed while the disk has it): others that would
 change where it lies wait for that. So memory and disk never hold different values of one key that can both be found.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cygnet.gcache.arena import Arena, Entry
-from cygnet.gcache.leases import Leases
+from cygnet.gcache.arena import Entry
 from cygnet.gcache.limits import Limits
-from cygnet.gcache.protocol import Item
-from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, value_is_whole
-from cygnet.gcache.runtime.counts import Counts
+from cygnet.gcache.protocol import Item, Put
+from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, unpack_sums, value_is_whole
 from cygnet.gcache.runtime.disk_tier import DiskTier
+from cygnet.gcache.runtime.memory_tier import MemoryTier
 from cygnet.gcache.runtime.shared_memory import SharedMemory
-from cygnet.gcache.tiering import Tiering
+from cygnet.gcache.runtime.writer import DISK_TIMEOUT_S, Writer
+from cygnet.kv.runtime.disk_store.disk import copy
 from cygnet.kv.store import Outcome
 
 WRITE_DOWN_BYTES = 8 << 20
 """Most that is written down with one call, and pinned for it."""
-DISK_TIMEOUT_S = 10.0
 WAIT_FOR_DISK_S = 1.0
 """How long a put waits for cold objects to be written down before it drops one."""
-RETRY_S = 1.0
-"""Pause after the disk took nothing."""
 TRIES = 8
 """Cold objects given up one by one, before neighbours are, for room in one piece."""
 
+Allowed = Callable[[Entry | None, bool], bool]
+"""Whether what is there may be replaced: what memory has, and whether it is the disk alone that has something."""
 FROM_DISK = {Outcome.MISS: Item.MISS, Outcome.TORN: Item.TORN, Outcome.TIMED_OUT: Item.TIMED_OUT}
 
 
 class Cache:
     """Memory over disk. Thread-safe. Deadlines are monotonic seconds.
 
-    Objects are handed out pinned: each `acquire` needs a `release`, each `reserve` a `commit` or `abandon`.
+    Objects are handed out pinned: each `acquire` needs a `memory.release`, each `reserve` a `commit` or `abandon`.
     """
 
     def __init__(
@@ -50,38 +48,24 @@ class Cache:
     ) -> None:
         self.limits = limits
         self.shared = shared
-        self.counts = Counts()
+        self.memory = MemoryTier(shared.memory, limits, has_lower_tier=disk is not None, wall_ns=wall_ns)
+        self.arena, self.counts = self.memory.arena, self.memory.counts
         self._disk = disk
-        self._wall_ns = wall_ns
-        self.arena = Arena(shared.memory)
-        """Others may ask it where a pinned entry's bytes and checksums are, and nothing else."""
-        self._tiering = Tiering(self.arena.capacity_bytes, has_lower_tier=disk is not None)
-        self._leases = Leases(int(limits.lease_s * 1e9), int(limits.max_leased_fraction * self.arena.capacity_bytes))
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        """A transition has ended, or room may have come free."""
-        self._wanted = threading.Condition(self._lock)
-        """Something is to be written down."""
         self._in_transition: set[bytes] = set()
         self._closing = False
         self._disk_takes = True
         """Whether the disk took something when it was last given something."""
-        self._starved = False
-        """Someone waits for room that only writing down can make, whatever share is clean."""
         for entry in sorted(self.arena.entries(), key=lambda entry: entry.version):
             entry.clean = disk is not None and disk.record_bytes(entry.key) == entry.num_bytes
-            self._tiering.add(entry)
-        self._writer: threading.Thread | None = None
-        if disk is not None:
-            self._writer = threading.Thread(target=self._write_down_forever, name="gcache-write-down", daemon=True)
-            self._writer.start()
+            self.memory.tiering.add(entry)
+        self._writer = None if disk is None else Writer(self, self.memory.lock)
 
     # --- reading
 
     def acquire(self, key: bytes, deadline: float) -> Entry | Item:
         """The object, pinned and known to be whole; from the disk, it is brought to memory first."""
-        with self._lock:
-            entry = self._find(key)
+        with self.memory.lock:
+            entry = self.memory.find(key)
         found: Entry | Item
         if entry is not None:
             found = entry
@@ -91,23 +75,25 @@ class Cache:
             found = self._verify(found)
         return found
 
-    def release(self, entries: list[Entry]) -> None:
-        """Undo `acquire`."""
-        with self._lock:
-            for entry in entries:
-                self.arena.unpin(entry)
-            self._changed.notify_all()
+    def acquire_all(self, keys: Sequence[bytes], deadline: float) -> list[Entry | Item]:
+        """What `acquire` gives for each; what is in memory under one lock."""
+        with self.memory.lock:
+            found = [self.memory.find(key) for key in keys]
+        return [
+            self.acquire(key, deadline) if entry is None else entry if entry.verified else self._verify(entry)
+            for key, entry in zip(keys, found, strict=True)
+        ]
 
     def exists(self, key: bytes, value_bytes: int | None, *, touch: bool) -> bool:
         """Whether an object (of that size) is there; from memory alone.
 
         For an object on the disk the size is compared in granules.
         """
-        with self._lock:
+        with self.memory.lock:
             entry = self.arena.find(key)
-            if entry is not None and not self._is_expired(entry):
+            if entry is not None and not self.memory.is_expired(entry):
                 if touch:
-                    self._tiering.use(entry)
+                    self.memory.tiering.use(entry)
                 return value_bytes in (None, entry.value_bytes)
         if self._disk is None or entry is not None:
             return False
@@ -120,97 +106,122 @@ class Cache:
             self._disk.touch([key])
         return True
 
-    def lease(self, keys: Sequence[bytes], owner: int, given_back: Sequence[int]) -> list[tuple[Entry, int] | None]:
-        """First end leases of this connection, then lease what is in memory and known to be whole.
-
-        `None` for what is not, and when too much is leased.
-        """
-        leased: list[tuple[Entry, int] | None] = []
-        with self._lock:
-            for lease in given_back:
-                ended = self._leases.release(lease, owner)
-                if ended is not None:
-                    self.arena.unpin(ended)
-            self._end_leases()
-            for key in keys:
-                entry = self._find(key)
-                granted = None
-                if entry is not None:
-                    if entry.verified:
-                        granted = self._leases.grant(entry, owner, time.monotonic_ns())
-                    if granted is None:
-                        self.arena.unpin(entry)
-                    else:
-                        self.counts.gets[Item.OK] += 1
-                leased.append(None if granted is None or entry is None else (entry, granted))
-            if given_back:
-                self._changed.notify_all()
-        return leased
-
-    def end_leases(self, owner: int) -> None:
-        """A connection has ended, and its leases with it."""
-        with self._lock:
-            for entry in self._leases.release_all(owner):
-                self.arena.unpin(entry)
-            self._changed.notify_all()
-
     # --- writing
 
     def reserve(self, key: bytes, value_bytes: int, ttl_ms: int, deadline: float) -> Entry | Item:
         """Room for an object, to be filled. Not found before `commit`."""
-        if value_bytes > self.limits.max_value_bytes or len(key) > self.limits.max_key_bytes:
-            return Item.FULL
-        expiry_ns = self._wall_ns() + ttl_ms * 1_000_000 if ttl_ms else 0
-        return self._room(
-            lambda: self.arena.begin(key, value_bytes, expiry_ns), layout(len(key), value_bytes).record_bytes, deadline
-        )
+        refused = self._refused(key, value_bytes)
+        if refused is not None:
+            return refused
+        ttl_ms = self.memory.namespaces.limits_of(key).ttl_of(ttl_ms)
+        expiry_ns = self.memory.wall_ns() + ttl_ms * 1_000_000 if ttl_ms else 0
+        needed = layout(len(key), value_bytes).record_bytes
+        return self._room(lambda: self.arena.begin(key, value_bytes, expiry_ns), needed, deadline)
 
-    def commit(self, entry: Entry, sums: list[int], deadline: float) -> Item:
-        """Have it found under its key from now on, instead of what was; on failure it is given up."""
-        with self._lock:
+    def reserve_all(self, puts: Sequence[Put], deadline: float) -> list[Entry | Item]:
+        """What `reserve` gives for each; as long as there is room, under one lock."""
+        now_ns = self.memory.wall_ns()
+        places: list[Entry | None] = []
+        with self.memory.lock:
+            for put in puts:
+                fits = self._refused(put.key, put.value_bytes) is None and not self._closing
+                ttl_ms = self.memory.namespaces.limits_of(put.key).ttl_of(put.ttl_ms)
+                expiry_ns = now_ns + ttl_ms * 1_000_000 if ttl_ms else 0
+                places.append(self.arena.begin(put.key, put.value_bytes, expiry_ns) if fits else None)
+        return [
+            place or self.reserve(put.key, put.value_bytes, put.ttl_ms, deadline)
+            for put, place in zip(puts, places, strict=True)
+        ]
+
+    def commit_all(self, filled: Sequence[tuple[Entry, list[int]]], deadline: float) -> list[Item]:
+        """What `commit` gives for each; those that the disk has not got under one lock."""
+        items: list[Item | None] = []
+        with self.memory.lock:
+            for entry, sums in filled:
+                alone = self._disk is None or self._disk.record_bytes(entry.key) is None
+                if alone and entry.key not in self._in_transition:
+                    items.append(self._publish(entry, sums))
+                else:
+                    items.append(None)
+        return [self.commit(*one, deadline) if item is None else item for one, item in zip(filled, items, strict=True)]
+
+    def commit(
+        self,
+        entry: Entry,
+        sums: list[int],
+        deadline: float,
+        allowed: Callable[[Entry | None, bool], bool] | None = None,
+    ) -> Item:
+        """Have it found under its key from now on, instead of what was; on failure it is given up.
+
+        `allowed` is asked first; what has expired is not there. If it says no, nothing is done: `MISS`.
+        """
+        with self.memory.lock:
             on_disk = self._begin(entry.key, deadline)
             if on_disk is None:
                 self.arena.abort(entry)
                 return Item.TIMED_OUT
+            if allowed is not None:
+                found = self.arena.find(entry.key)
+                valid = None if found is None or self.memory.is_expired(found) else found
+                if not allowed(valid, on_disk and found is None):
+                    self.arena.abort(entry)
+                    self._end(entry.key)
+                    return Item.MISS
             if not on_disk:
-                self._publish(entry, sums)
-                return Item.OK
+                return self._publish(entry, sums)
         try:
             self._on_disk.remove(entry.key)
         finally:
-            with self._lock:
-                self._publish(entry, sums)
+            with self.memory.lock:
+                item = self._publish(entry, sums)
                 self._end(entry.key)
-        return Item.OK
+        return item
+
+    def set_ttl(self, key: bytes, ttl_ms: int, deadline: float) -> Item:
+        """Have an object expire so long from now, 0 for never: it is copied, if nothing has replaced it meanwhile."""
+        old = self.acquire(key, deadline)
+        if isinstance(old, Item):
+            return old
+        try:
+            fresh = self.reserve(key, old.value_bytes, ttl_ms, deadline)
+            if isinstance(fresh, Item):
+                return fresh
+            if old.value_bytes:
+                copy(self.arena.value(fresh), self.arena.value(old))
+            sums = unpack_sums(self.arena.sums(old))
+            return self.commit(fresh, sums, deadline, lambda entry, _: entry is old)
+        finally:
+            self.memory.release([old])
 
     def abandon(self, entry: Entry) -> None:
         """Give up what was reserved."""
-        with self._lock:
+        with self.memory.lock:
             self.arena.abort(entry)
-            self._changed.notify_all()
+            self.memory.tell()
 
     def hold(self, entry: Entry) -> None:
-        """One more user of an entry that is being filled; undone by `release`."""
-        with self._lock:
+        """One more user of an entry that is being filled; undone by `memory.release`."""
+        with self.memory.lock:
             self.arena.pin(entry)
 
     def remove(self, key: bytes, deadline: float) -> bool:
         """Give up an object in both tiers; whether it was there."""
-        with self._lock:
+        with self.memory.lock:
             on_disk = self._begin(key, deadline)
             if not on_disk:
-                return on_disk is not None and self._forget_key(key)
+                return on_disk is not None and self.memory.forget_key(key)
         try:
             there = self._on_disk.remove(key)
         finally:
-            with self._lock:
-                in_memory = self._forget_key(key)
+            with self.memory.lock:
+                in_memory = self.memory.forget_key(key)
                 self._end(key)
         return there or in_memory
 
     def clear(self, namespace: bytes | None, deadline: float) -> int:
         """Give up all objects of a namespace, or all; how many there were."""
-        with self._lock:
+        with self.memory.lock:
             keys = [e.key for e in self.arena.entries() if namespace in (None, split_key(e.key)[0])]
         count = sum(self.remove(key, deadline) for key in keys)
         return count + (self._disk.clear(namespace) if self._disk is not None else 0)
@@ -220,79 +231,64 @@ class Cache:
     def stats(self) -> dict[str, object]:
         """Size and counters, for people and programs."""
         disk = self._disk.stats() if self._disk is not None and not self._closing else None
-        with self._lock:
-            return {
-                "objects": len(self.arena),
-                "memory_bytes": self.arena.used_bytes,
-                "memory_capacity_bytes": self.arena.capacity_bytes,
-                "leases": len(self._leases),
-                "leased_bytes": self._leases.leased_bytes,
-                "damaged_slots": self.arena.damaged,
-                **self.counts.as_dict(),
-                "disk_objects": disk.num_objects if disk else 0,
-                "disk_bytes": disk.bytes_used if disk else 0,
-                "disk_capacity_bytes": disk.capacity_bytes if disk else 0,
-                "disk_evicted_objects": disk.evicted_objects if disk else 0,
-            }
+        return {
+            **self.memory.stats(),
+            "disk_objects": disk.num_objects if disk else 0,
+            "disk_bytes": disk.bytes_used if disk else 0,
+            "disk_capacity_bytes": disk.capacity_bytes if disk else 0,
+            "disk_evicted_objects": disk.evicted_objects if disk else 0,
+        }
 
     def audit(self) -> list[str]:
         """All discrepancies of both tiers. Slow."""
-        with self._lock:
-            faults = self.arena.audit() + self._tiering.audit(self.arena.entries()) + self._leases.audit()
-        return faults + (self._disk.audit() if self._disk is not None else [])
+        return self.memory.audit() + (self._disk.audit() if self._disk is not None else [])
 
     def close(self, *, write_down: bool = False, timeout_s: float = DISK_TIMEOUT_S) -> None:
         """Stop; what is in memory stays there. `write_down`: and has a copy on the disk, if there is time."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
+        with self.memory.lock:
             self._closing = True
-            self._wanted.notify_all()
-            self._changed.notify_all()
+            self.memory.tell()
         if self._writer is not None:
-            self._writer.join(timeout_s)
+            self._writer.close(timeout_s)
         if self._disk is not None:
-            while write_down and time.monotonic() < deadline and self._write_down(everything=True):
+            while write_down and time.monotonic() < deadline and self.write_down(everything=True):
                 pass
             self._disk.close()
         self.shared.close()
 
     # --- inside
 
-    def _find(self, key: bytes) -> Entry | None:
-        """With the lock: the object in memory, pinned and counted as used."""
-        entry = self.arena.find(key)
-        if entry is None or self._is_expired(entry):
+    def _refused(self, key: bytes, value_bytes: int) -> Item | None:
+        """Why an object is not taken, however much room there is."""
+        limits, namespaces = self.limits, self.memory.namespaces
+        if value_bytes > limits.max_value_bytes or len(key) > limits.max_key_bytes:
+            return Item.FULL
+        if not namespaces.any:
             return None
-        self.arena.pin(entry)
-        self._tiering.use(entry)
-        return entry
-
-    def _is_expired(self, entry: Entry) -> bool:
-        return 0 < entry.expiry_ns <= self._wall_ns()
-
-    def _forget(self, entry: Entry) -> None:
-        """With the lock: an object is not in memory any more."""
-        self._tiering.remove(entry)
-        self.arena.kill(entry)
-        self._changed.notify_all()
+        own = namespaces.limits_of(key)
+        if own.max_value_bytes and value_bytes > own.max_value_bytes:
+            return Item.FULL
+        over_quota = own.max_bytes and layout(len(key), value_bytes).record_bytes > own.max_bytes
+        return Item.FULL if over_quota else None
 
     def _verify(self, entry: Entry) -> Entry | Item:
         """Check an object that an earlier process has left; a damaged one is given up."""
         if value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry)):
             entry.verified = True
             return entry
-        with self._lock:
+        with self.memory.lock:
             self.counts.torn_objects += 1
             if self.arena.find(entry.key) is entry:
-                self._forget(entry)
-        self.release([entry])
+                self.memory.forget(entry)
+        self.memory.release([entry])
         return Item.TORN
 
     def _load(self, key: bytes, deadline: float) -> Entry | Item:
         """Bring a record from the disk to memory."""
-        with self._lock:
+        with self.memory.lock:
             on_disk = self._begin(key, deadline)
-            found = self._find(key)  # another thread was faster
+            found = self.memory.find(key)  # another thread was faster
             if found is not None or not on_disk:
                 if on_disk:
                     self._end(key)
@@ -300,12 +296,12 @@ class Cache:
         try:
             return self._load_alone(key, deadline)
         finally:
-            with self._lock:
+            with self.memory.lock:
                 self._end(key)
 
     def _load_alone(self, key: bytes, deadline: float) -> Entry | Item:
         record_bytes = self._on_disk.record_bytes(key)
-        with self._lock:
+        with self.memory.lock:
             expired = self.arena.find(key) is not None
         if record_bytes is None or record_bytes % GRANULE or expired:
             return Item.MISS
@@ -316,21 +312,21 @@ class Cache:
         outcome = self._on_disk.read(key, memory, max(0.0, deadline - time.monotonic()))
         record = unpack_record(memory) if outcome is Outcome.OK else None
         if record is not None and record.key == key and record.places.record_bytes == record_bytes:
-            if 0 < record.expiry_ns <= self._wall_ns():
+            if 0 < record.expiry_ns <= self.memory.wall_ns():
                 self.abandon(entry)
                 self._on_disk.remove(key)
                 return Item.MISS
-            with self._lock:
+            with self.memory.lock:
                 self.arena.pin(entry)
                 self.arena.commit_record(entry, record)
-                self._tiering.add(entry)
+                self.memory.tiering.add(entry)
                 self.counts.disk_hits += 1
             return entry
         self.abandon(entry)
         if outcome is Outcome.OK:  # no record, or another key's: it is not to be found again
             self._on_disk.remove(key)
             outcome = Outcome.TORN
-        with self._lock:
+        with self.memory.lock:
             self.counts.torn_objects += outcome is Outcome.TORN
         return FROM_DISK.get(outcome, Item.FAILED)
 
@@ -339,7 +335,7 @@ class Cache:
     ) -> Entry | Item:
         """What `begin` gives, with as many objects given up as it takes; for a load only such as the disk has."""
         patience = deadline if for_load else min(deadline, time.monotonic() + WAIT_FOR_DISK_S)
-        with self._lock:
+        with self.memory.lock:
             given_up = 0
             while True:
                 if self._closing:
@@ -349,19 +345,19 @@ class Cache:
                     return entry
                 if needed > self.arena.capacity_bytes:
                     return Item.FULL
-                self._end_leases()
-                victim = self._tiering.victim()
+                self.memory.end_late_leases(time.monotonic_ns())
+                victim = self.memory.tiering.victim()
                 if victim is not None and self._has_lost_its_copy(victim):
-                    self._tiering.lost_copy(victim)
+                    self.memory.tiering.lost_copy(victim)
                     continue
                 now = time.monotonic()
                 dirty = victim is not None and self._must_be_written(victim)
                 if victim is None or (dirty and (for_load or (self._disk_takes and now < patience))):
                     if now >= patience:
                         return Item.FULL if now < deadline else Item.TIMED_OUT
-                    self._starved = dirty
-                    self._wanted.notify()
-                    self._changed.wait(patience - now)
+                    if self._writer is not None:
+                        self._writer.nudge(starved=dirty)
+                    self.memory.wait(patience - now)
                     continue
                 victims: list[Entry] | None = [victim]
                 if given_up >= TRIES:
@@ -387,31 +383,23 @@ class Cache:
     def _give_up(self, entry: Entry) -> None:
         self.counts.evicted_objects += 1
         self.counts.dropped_objects += self._must_be_written(entry)
-        self._tiering.evicted(entry)
+        self.memory.tiering.evicted(entry)
         self.arena.kill(entry)
 
-    def _end_leases(self) -> None:
-        for entry in self._leases.expired(time.monotonic_ns()):
-            self.arena.unpin(entry)
-
-    def _publish(self, entry: Entry, sums: list[int]) -> None:
-        """With the lock."""
-        old = self.arena.commit(entry, sums)
-        if old is not None:
-            self._tiering.remove(old)
-        self._tiering.add(entry)
-        self.counts.bytes_put += entry.value_bytes
-        if self._disk is not None:
-            self._wanted.notify()
-
-    def _forget_key(self, key: bytes) -> bool:
-        """With the lock: whether there was something in memory."""
-        entry = self.arena.find(key)
-        if entry is None:
-            return False
-        there = not self._is_expired(entry)
-        self._forget(entry)
-        return there
+    def _publish(self, entry: Entry, sums: list[int]) -> Item:
+        """With the lock: have it found, and its namespace's oldest objects go where that is over its quota."""
+        if self.memory.namespaces.any:
+            excess = self.memory.namespaces.excess(entry.key, entry.num_bytes)
+            if excess is None:
+                self.arena.abort(entry)
+                return Item.FULL
+            for old in excess:
+                self._give_up(old)
+            self.counts.over_quota_objects += len(excess)
+        self.memory.publish(entry, sums)
+        if self._writer is not None:
+            self._writer.nudge()
+        return Item.OK
 
     def _begin(self, key: bytes, deadline: float) -> bool | None:
         """With the lock: be the only one to change where `key` lies, until `_end`.
@@ -423,7 +411,7 @@ class Cache:
             left = deadline - time.monotonic()
             if left <= 0 or self._closing:
                 return None
-            self._changed.wait(left)
+            self.memory.wait(left)
         if self._disk is None or self._disk.record_bytes(key) is None:
             return False
         self._in_transition.add(key)
@@ -432,7 +420,7 @@ class Cache:
     def _end(self, key: bytes) -> None:
         """With the lock."""
         self._in_transition.discard(key)
-        self._changed.notify_all()
+        self.memory.tell()
 
     @property
     def _on_disk(self) -> DiskTier:
@@ -441,29 +429,17 @@ class Cache:
 
     # --- writing down
 
-    def _write_down_forever(self) -> None:
-        while True:
-            with self._lock:
-                while not self._closing and not self._to_write_down(everything=self._starved):
-                    self._wanted.wait(RETRY_S)
-                if self._closing:
-                    return
-                starved, self._starved = self._starved, False
-            if not self._write_down(everything=starved):
-                with self._lock:
-                    if not self._closing:
-                        self._wanted.wait(RETRY_S)
-
-    def _to_write_down(self, *, everything: bool) -> list[Entry]:
+    def to_write_down(self, *, everything: bool) -> list[Entry]:
+        """With the lock: what is to be written to the disk now."""
         free = self.arena.capacity_bytes - self.arena.used_bytes
-        tiering = self._tiering
+        tiering = self.memory.tiering
         chosen = tiering.all_dirty(WRITE_DOWN_BYTES) if everything else tiering.to_write_down(free, WRITE_DOWN_BYTES)
         return [entry for entry in chosen if entry.key not in self._in_transition]
 
-    def _write_down(self, *, everything: bool) -> int:
+    def write_down(self, *, everything: bool) -> int:
         """Write some cold objects to the disk; how many it took."""
-        with self._lock:
-            chosen = self._to_write_down(everything=everything)
+        with self.memory.lock:
+            chosen = self.to_write_down(everything=everything)
             for entry in chosen:
                 self.arena.pin(entry)
                 self._in_transition.add(entry.key)
@@ -471,21 +447,21 @@ class Cache:
         records = [self.arena.record(entry) for entry in whole]
         outcomes = self._on_disk.write([entry.key for entry in whole], records, DISK_TIMEOUT_S)
         taken = {entry for entry, outcome in zip(whole, outcomes, strict=True) if outcome is Outcome.OK}
-        with self._lock:
+        with self.memory.lock:
             for entry in chosen:
                 self._in_transition.discard(entry.key)
                 if entry in taken:
-                    self._tiering.written_down(entry)
+                    self.memory.tiering.written_down(entry)
                 elif self.arena.find(entry.key) is entry:
                     if entry.verified:
-                        self._tiering.postpone(entry)
+                        self.memory.tiering.postpone(entry)
                     else:
                         self.counts.torn_objects += 1
-                        self._forget(entry)
+                        self.memory.forget(entry)
                 self.arena.unpin(entry)
             self.counts.written_down_objects += len(taken)
             self._disk_takes = bool(taken) or not whole
-            self._changed.notify_all()
+            self.memory.tell()
         return len(taken)
 
     def _is_whole(self, entry: Entry) -> bool:

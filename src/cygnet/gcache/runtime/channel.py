@@ -5,10 +5,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
 
@@ -20,16 +20,29 @@ from cygnet.gcache.protocol import (
     HEAD_BYTES,
     PROTOCOL_VERSION,
     FrameHead,
+    Item,
     Op,
     ProtocolError,
     Status,
+    Viewed,
     pack_request,
+    unpack_gots,
+    unpack_viewed,
 )
+from cygnet.gcache.quick import (
+    GOT_BYTES,
+    VIEWED_BYTES,
+    pack_get_of_one,
+    pack_view_of_one,
+    unpack_got_one,
+    unpack_viewed_one,
+)
+from cygnet.gcache.record import chunk_seed
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
 from cygnet.gcache.runtime.shared_memory import attach
 from cygnet.gcache.runtime.views import MappedArena
 from cygnet.gcache.runtime.watchdog import Watchdog
-from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Wire
+from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
 
 CONNECT_TIMEOUT_S = 1.0
 LEAST_BUDGET_S = 0.01
@@ -75,15 +88,22 @@ class Channel:
         """The server's arena, if this connection may ask for views of it."""
         self.used_at = time.monotonic()
         self._epoch = epoch
+        self._scratch = memoryview(b"")
         self._released: deque[int] = deque(maxlen=MAX_BATCH)
         """Leases to give back; of more than that the oldest end by themselves."""
 
     def send(
-        self, op: Op, meta: bytes = b"", *, count: int = 0, flags: int = 0, body: "Sequence[memoryview]" = ()
+        self,
+        op: Op,
+        meta: bytes = b"",
+        *,
+        count: int = 0,
+        flags: int = 0,
+        body: "Sequence[memoryview]" = (),
+        more_body_bytes: int = 0,
     ) -> int:
-        """Send a request; returns its id."""
+        """Send a request; returns its id. `more_body_bytes` are to be sent by the caller."""
         request_id = next(self._ids)
-        budget_ms = min(max(1, int((self.wire.deadline - time.monotonic()) * 1000)), (1 << 32) - 1)
         request = pack_request(
             op,
             request_id,
@@ -91,8 +111,8 @@ class Channel:
             count=count,
             flags=flags,
             epoch=self._epoch,
-            budget_ms=budget_ms,
-            body_bytes=sum(map(len, body)),
+            budget_ms=self._budget_ms(),
+            body_bytes=sum(map(len, body)) + more_body_bytes,
         )
         self.wire.send([request, *body])
         return request_id
@@ -124,6 +144,44 @@ class Channel:
     def take_released(self) -> list[int]:
         """Leases to give back now."""
         return [self._released.popleft() for _ in range(len(self._released))]
+
+    def view_one(self, key: bytes, value_bytes: int) -> Viewed:
+        """Where one object lies. Gives back one lease, if there is one to give back."""
+        request_id = next(self._ids)
+        released = self._released.popleft() if self._released else 0
+        wire = self.wire
+        wire.send_bytes(pack_view_of_one(request_id, self._epoch, self._budget_ms(), released, key, value_bytes))
+        viewed = unpack_viewed_one(wire.peek(VIEWED_BYTES), request_id)
+        if viewed is not None:
+            wire.drop()
+            return viewed
+        return unpack_viewed(self.receive(request_id, Op.VIEW, VIEWED_BYTES)[1], 1)[0]
+
+    def get_one(self, key: bytes, value: memoryview, *, verify: bool) -> int:
+        """Fill `value`, of one chunk, with all of an object of its size; its outcome, an `Item`."""
+        request_id = next(self._ids)
+        wire = self.wire
+        wire.send_bytes(pack_get_of_one(request_id, self._epoch, self._budget_ms(), key, len(value)))
+        checksum = unpack_got_one(wire.peek(GOT_BYTES), request_id, len(value))
+        if checksum is None:
+            head, meta = self.receive(request_id, Op.GET, GOT_BYTES)
+            if head.body_bytes:
+                raise ProtocolError("an answer with another value than was asked for")
+            return unpack_gots(meta, 1)[0].status
+        wire.skip(GOT_BYTES)
+        piece = Piece(value, chunk_seed(key) if verify else 0, checked=verify)
+        wire.read_pieces([piece])
+        return Item.TORN if verify and piece.digest != checksum else Item.OK
+
+    def scratch(self, num_bytes: int) -> memoryview:
+        """Memory for that many bytes, the same at each call."""
+        if len(self._scratch) < num_bytes:
+            self._scratch = memoryview(bytearray(num_bytes))
+        return self._scratch[:num_bytes]
+
+    def _budget_ms(self) -> int:
+        """Of the deadline that the connection has been given."""
+        return min(max(1, int((self.wire.deadline - time.monotonic()) * 1000)), (1 << 32) - 1)
 
     def looks_open(self) -> bool:
         """Whether the peer has not closed it meanwhile, and has sent nothing unasked."""
@@ -159,6 +217,7 @@ class Peer:
         self._in_use = {False: 0, True: 0}
         """Connections by kind: TCP, unix."""
         self._returned = threading.Condition(self._lock)
+        self._num_waiting = 0
         self._may_map = same_host
         self._info: ServerInfo | None = None
         self._arena: MappedArena | None = None
@@ -182,28 +241,13 @@ class Peer:
                 pass
         return self._arena is not None
 
-    @contextmanager
-    def channel(self, deadline: float, *, unix: bool = False) -> Iterator[Channel]:
-        """A connection to use, with its deadline set. It is closed if the block fails: it may be in mid-frame.
+    def channel(self, deadline: float, *, unix: bool = False) -> "Lent":
+        """A connection to use in a `with` block, with its deadline set.
 
-        Raises `UnavailableError` while the server is left alone, `DeadlineError`, other `OSError`s, and `GCacheError`.
+        It is closed if the block fails: it may be in mid-frame. Entering raises `UnavailableError` while the server is
+        left alone, `DeadlineError`, other `OSError`s, and `GCacheError`.
         """
-        budget_s = deadline - time.monotonic()
-        channel = self._check_out(deadline, unix=unix)
-        try:
-            if channel is None or not channel.looks_open():
-                if channel is not None:
-                    channel.wire.close()
-                    channel = None
-                channel = self._connect(deadline, unix=unix)
-            channel.wire.arm(deadline)
-            yield channel
-        except BaseException as error:
-            if channel is not None:
-                channel.wire.close()
-            self._failed(error, budget_s, unix=unix)
-            raise
-        self._check_in(channel, unix=unix)
+        return Lent(self, deadline, unix)
 
     def close(self) -> None:
         """Close the connections that are idle; others are closed when they are given back."""
@@ -214,12 +258,15 @@ class Peer:
         for channel in idle:
             channel.wire.close()
 
-    def _check_out(self, deadline: float, *, unix: bool) -> Channel | None:
+    def check_out(self, deadline: float, *, unix: bool) -> Channel | None:
         """An idle connection, or leave to make one."""
         limit = MAX_UNIX_CONNECTIONS if unix else self.max_connections
-        with self._returned:
+        with self._lock:
             while self._in_use[unix] >= limit:
-                if not self._returned.wait(max(0.0, deadline - time.monotonic())):
+                self._num_waiting += 1
+                returned = self._returned.wait(max(0.0, deadline - time.monotonic()))
+                self._num_waiting -= 1
+                if not returned:
                     raise DeadlineError("all connections to the server are in use")
             if self._closed or not self._breaker.allows(time.monotonic_ns()):
                 raise UnavailableError(f"gcache server {self.address.name} is left alone for a while")
@@ -227,22 +274,25 @@ class Peer:
             idle = self._idle[unix]
             return idle.pop() if idle else None
 
-    def _check_in(self, channel: Channel, *, unix: bool) -> None:
+    def check_in(self, channel: Channel, *, unix: bool) -> None:
+        """A connection is not used any more."""
         channel.used_at = time.monotonic()
         usable = channel.wire.disarm()
-        with self._returned:
+        with self._lock:
             self._breaker.succeeded()
             self._in_use[unix] -= 1
-            self._returned.notify()
+            if self._num_waiting:
+                self._returned.notify()
             if usable and not self._closed:
                 self._idle[unix].append(channel)
                 return
         channel.wire.close()
 
-    def _failed(self, error: BaseException, budget_s: float, *, unix: bool) -> None:
+    def failed(self, error: BaseException, budget_s: float, *, unix: bool) -> None:
+        """A connection has ended with `error`, in a call that had `budget_s`."""
         hasty = isinstance(error, DeadlineError) and budget_s < LEAST_BUDGET_S
         idle: list[Channel] = []
-        with self._returned:
+        with self._lock:
             self._in_use[unix] -= 1
             self._returned.notify()
             if isinstance(error, OSError | ProtocolError) and not hasty:
@@ -255,7 +305,8 @@ class Peer:
         for channel in idle:
             channel.wire.close()
 
-    def _connect(self, deadline: float, *, unix: bool) -> Channel:
+    def connect(self, deadline: float, *, unix: bool) -> Channel:
+        """A new connection, greeted."""
         left = min(CONNECT_TIMEOUT_S, deadline - time.monotonic())
         if left <= 0:
             raise DeadlineError("the deadline has passed")
@@ -310,3 +361,44 @@ class Peer:
         if unix and channel.arena is None:
             raise PeerClosedError("the server's arena is another one now")
         return channel
+
+
+class Lent:
+    """A connection of a peer for the length of a `with` block."""
+
+    __slots__ = ("_budget_s", "_channel", "_deadline", "_peer", "_unix")
+
+    def __init__(self, peer: Peer, deadline: float, unix: bool) -> None:
+        self._peer = peer
+        self._deadline = deadline
+        self._unix = unix
+
+    def __enter__(self) -> Channel:
+        peer, deadline, unix = self._peer, self._deadline, self._unix
+        self._budget_s = deadline - time.monotonic()
+        channel = peer.check_out(deadline, unix=unix)
+        try:
+            if channel is None or not channel.looks_open():
+                if channel is not None:
+                    channel.wire.close()
+                    channel = None
+                channel = peer.connect(deadline, unix=unix)
+            channel.wire.arm(deadline)
+        except BaseException as error:
+            self._give_up(channel, error)
+            raise
+        self._channel = channel
+        return channel
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._peer.check_in(self._channel, unix=self._unix)
+        else:
+            self._give_up(self._channel, error)
+
+    def _give_up(self, channel: Channel | None, error: BaseException) -> None:
+        if channel is not None:
+            channel.wire.close()
+        self._peer.failed(error, self._budget_s, unix=self._unix)

@@ -26,8 +26,9 @@ from cygnet.gcache.runtime.lanes import (
     cut,
     lanes_of,
     view_all,
+    view_one,
 )
-from cygnet.gcache.runtime.sized import get_whole
+from cygnet.gcache.runtime.single import get_one, get_whole
 from cygnet.gcache.runtime.views import View
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError
@@ -229,7 +230,15 @@ class GCacheClient:
         self, key: bytes, buffer: "Buffer", *, timeout_s: float | None = None, route: Route = ANYWHERE
     ) -> Outcome:
         """Fill `buffer` with the object, of exactly that size."""
-        return self.batch_get_into([key], [buffer], timeout_s=timeout_s, route=route)[0]
+        view = _views(_checked([key]), [buffer], writable=True)[0]
+        if not 0 < len(view) <= CHUNK_BYTES:
+            return self.batch_get_into([key], [view], timeout_s=timeout_s, route=route)[0]
+        deadline = self._deadline(timeout_s)
+        peer = self._peers[self.placement.owner(key, route.root, route.range_)]
+        outcome = get_one(peer, key, view, deadline, verify=self.options.verify)
+        if outcome is Outcome.TORN:
+            self.remove([key], timeout_s=deadline - time.monotonic(), route=route)
+        return outcome
 
     def get(self, key: bytes, *, timeout_s: float | None = None, route: Route = ANYWHERE) -> "bytearray | Outcome":
         """The object, of whatever size, in memory of its own; otherwise why not."""
@@ -260,7 +269,7 @@ class GCacheClient:
         _checked([key])
         peer = self._peers[self.placement.owner(key, route.root, route.range_)]
         try:
-            return view_all(peer, [Want(key)], deadline)[0] if peer.is_local(deadline) else Outcome.FAILED
+            return view_one(peer, key, deadline) if peer.is_local(deadline) else Outcome.FAILED
         except FAILURES as error:
             return Outcome.TIMED_OUT if isinstance(error, DeadlineError) else Outcome.FAILED
 

@@ -5,7 +5,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from struct import Struct
 
 import msgspec
 
@@ -15,6 +14,7 @@ from cygnet.gcache.protocol import (
     ANY,
     EVERYTHING,
     REQUEST_MAGIC,
+    SUMS_FOLLOW,
     TOUCH,
     FrameHead,
     Got,
@@ -34,7 +34,8 @@ from cygnet.gcache.protocol import (
     unpack_view,
     unpack_wants,
 )
-from cygnet.gcache.record import CHUNK_BYTES, chunk_seed, num_chunks
+from cygnet.gcache.quick import pack_got_one, pack_viewed_one, unpack_one
+from cygnet.gcache.record import CHUNK_BYTES, checksums, chunk_seed, num_chunks, pack_sums
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
 from cygnet.gcache.runtime.uploads import Upload, Uploads
@@ -43,6 +44,7 @@ from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wi
 
 U64_MASK = (1 << 64) - 1
 DEFAULT_BUDGET_S = 10.0
+FOREVER = float("inf")
 SINK_BYTES = 1 << 20
 MAX_HELLO_BYTES = 4096
 
@@ -97,12 +99,14 @@ class Connection:
         except (PeerClosedError, DeadlineError, OSError):
             pass
         finally:
-            self._cache.end_leases(self._owner)
+            self._cache.memory.end_leases(self._owner)
             self._wire.close()
 
     def _serve_one(self) -> None:
         wire = self._wire
-        wire.arm(float("inf"))  # an idle connection is fine
+        wire.arm(FOREVER)  # an idle connection is fine
+        if self._answer_quickly(wire.peek()):
+            return
         try:
             head = wire.read_head()
         except ProtocolError as error:
@@ -193,23 +197,23 @@ class Connection:
     # --- values out
 
     def _get(self, head: FrameHead, meta: bytes, deadline: float) -> None:
-        cache, gots, body = self._cache, [], []
-        pinned: list[Entry] = []
+        cache = self._cache
+        wants = unpack_wants(meta, head.count)
+        gots: list[Got] = []
+        body: list[memoryview] = []
         room = MAX_FRAME_BYTES
+        found = cache.acquire_all([want.key for want in wants], deadline)
         try:
-            for want in unpack_wants(meta, head.count):
-                entry = cache.acquire(want.key, deadline)
-                if isinstance(entry, Entry):
-                    pinned.append(entry)
+            for want, entry in zip(wants, found, strict=True):
                 got, part = self._chunks(entry, want.value_bytes, want.first_chunk, want.num_chunks, room)
                 gots.append(got)
                 if part:
                     body.append(part)
                     room -= len(part)
-                cache.counts.got(Item(got.status), len(part))
+            cache.counts.got_all([got.status for got in gots], MAX_FRAME_BYTES - room)
             self._answer(head, pack_gots(gots), body)
         finally:
-            cache.release(pinned)
+            cache.memory.release([entry for entry in found if isinstance(entry, Entry)])
 
     def _chunks(
         self, entry: Entry | Item, value_bytes: int, first: int, count: int, room: int
@@ -219,23 +223,56 @@ class Connection:
             return Got(entry), memoryview(b"")
         if value_bytes not in (ANY, entry.value_bytes):
             return Got(Item.MISS, entry.value_bytes), memoryview(b"")
+        arena = self._cache.arena
+        if 0 < entry.value_bytes <= CHUNK_BYTES and not first and entry.value_bytes <= room:
+            return Got(Item.OK, entry.value_bytes, entry.version, 0, 1, arena.sums(entry, 0, 1)), arena.value(entry)
         chunks = num_chunks(entry.value_bytes)
         first = min(first, chunks)
         count = min(count or chunks, chunks - first)
-        part = self._cache.arena.value(entry)[first * CHUNK_BYTES : (first + count) * CHUNK_BYTES]
+        part = arena.value(entry)[first * CHUNK_BYTES : (first + count) * CHUNK_BYTES]
         if len(part) > room:
             return Got(Item.FULL, entry.value_bytes), memoryview(b"")
-        sums = self._cache.arena.sums(entry, first, count)
+        sums = arena.sums(entry, first, count)
         return Got(Item.OK, entry.value_bytes, entry.version, first, count, sums), part
 
     def _view(self, head: FrameHead, meta: bytes, deadline: float) -> None:
         released, wants = unpack_view(meta, head.count)
-        leased = self._cache.lease([want.key for want in wants], self._owner, released)
+        leased = self._cache.memory.lease([want.key for want in wants], self._owner, released)
         viewed = [
             self._view_slowly(want, deadline) if found is None else self._viewed(want, *found)
             for want, found in zip(wants, leased, strict=True)
         ]
         self._answer(head, pack_viewed(viewed))
+
+    def _answer_quickly(self, frame: memoryview) -> bool:
+        """Answer a frame about one object that is in memory; `False` leaves it to the general way."""
+        asked = unpack_one(frame) if self._known else None
+        if asked is None or (asked.epoch and self._service.epoch not in (0, asked.epoch)):
+            return False
+        cache, wire = self._cache, self._wire
+        if asked.op == Op.VIEW:
+            found = cache.memory.lease((asked.key,), self._owner, (asked.released,), asked.value_bytes)[0]
+            if found is None:
+                return False
+            entry, lease = found
+            offset = cache.arena.value_offset(entry)
+            where = (entry.slot, offset, entry.value_bytes, entry.stamp, lease)
+            wire.drop()
+            wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
+            wire.send_bytes(pack_viewed_one(asked.request_id, self._service.epoch, *where))
+            return True
+        held = cache.memory.acquire_now(asked.key, asked.value_bytes)
+        if held is None:
+            return False
+        try:
+            wire.drop()
+            wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
+            checksum = int.from_bytes(cache.arena.sums(held, 0, 1), "little")
+            head = pack_got_one(asked.request_id, self._service.epoch, held.value_bytes, held.version, checksum)
+            wire.send([head, cache.arena.value(held)])
+        finally:
+            cache.memory.release([held])
+        return True
 
     def _view_slowly(self, want: Want, deadline: float) -> Viewed:
         """An object that is not in memory, or not checked yet."""
@@ -243,8 +280,8 @@ class Connection:
         if isinstance(entry, Item):
             self._cache.counts.got(entry, 0)
             return Viewed(entry)
-        leased = self._cache.lease([want.key], self._owner, ())[0]
-        self._cache.release([entry])
+        leased = self._cache.memory.lease([want.key], self._owner, ())[0]
+        self._cache.memory.release([entry])
         if leased is None:
             self._cache.counts.got(Item.FAILED, 0)
             return Viewed(Item.FAILED)
@@ -252,28 +289,65 @@ class Connection:
 
     def _viewed(self, want: Want, entry: Entry, lease: int) -> Viewed:
         if want.value_bytes not in (ANY, entry.value_bytes):
-            self._cache.lease((), self._owner, (lease,))
+            self._cache.memory.lease((), self._owner, (lease,))
             return Viewed(Item.MISS)
         return Viewed(Item.OK, entry.slot, self._cache.arena.value_offset(entry), entry.value_bytes, entry.stamp, lease)
 
     # --- values in
 
     def _put(self, head: FrameHead, meta: bytes, deadline: float) -> None:
-        puts = unpack_puts(meta, head.count)
-        if sum(put.body_bytes for put in puts) != head.body_bytes:
+        puts = unpack_puts(meta, head.count, head.code)
+        late = head.code & SUMS_FOLLOW
+        sums_bytes = 8 * sum(put.num_chunks for put in puts) if late else 0
+        if sum(put.body_bytes for put in puts) + sums_bytes != head.body_bytes:
             raise ProtocolError("a PUT whose body is not as long as its objects")
+        if len(puts) > 1 and not late and head.body_bytes <= SINK_BYTES and not any(put.upload for put in puts):
+            self._answer(head, bytes(self._put_small(puts, head.body_bytes, deadline)))
+            return
         arriving: list[_Arriving] = []
         try:
             for put in puts:
                 arriving.append(_Arriving(put, self._place(put, deadline)))
             pieces = [piece for one in arriving for piece in self._pieces(one)]
             self._wire.read_pieces(pieces)
+            if late:
+                for one in arriving:
+                    one.sums = self._wire.read_bytes(8 * one.put.num_chunks)
             items = [self._end(one, deadline) for one in arriving]
         finally:
             for one in arriving:
                 if not one.ended:
                     self._cut_short(one, deadline)
         self._answer(head, bytes(items))
+
+    def _put_small(self, puts: Sequence[Put], body_bytes: int, deadline: float) -> list[Item]:
+        """Whole objects, none of more than one chunk: taken in together, then put where they belong."""
+        cache = self._cache
+        data = self._sink_of(body_bytes)
+        self._wire.read_pieces([Piece(data, checked=False)])
+        items = [Item.TORN] * len(puts)
+        whole: list[tuple[int, memoryview, list[int]]] = []
+        begin = 0
+        for at, put in enumerate(puts):
+            value = data[begin : begin + put.value_bytes]
+            begin += put.value_bytes
+            sums = checksums(put.key, value)
+            if pack_sums(sums) == put.sums:
+                whole.append((at, value, sums))
+        places = cache.reserve_all([puts[at] for at, _, _ in whole], deadline)
+        filled: list[tuple[Entry, list[int]]] = []
+        for (at, value, sums), place in zip(whole, places, strict=True):
+            if isinstance(place, Item):
+                items[at] = place
+            else:
+                cache.arena.value(place)[:] = value
+                filled.append((place, sums))
+        stored = iter(cache.commit_all(filled, deadline))
+        for (at, _, _), place in zip(whole, places, strict=True):
+            if not isinstance(place, Item):
+                items[at] = next(stored)
+        cache.counts.put_all(items)
+        return items
 
     def _place(self, put: Put, deadline: float) -> "Entry | Upload | Item":
         if not put.upload:
@@ -302,7 +376,7 @@ class Connection:
             item = place
         else:
             sums = [piece.digest for piece in one.pieces]
-            whole = Struct(f"<{len(sums)}Q").pack(*sums) == put.sums
+            whole = pack_sums(sums) == one.sums
             if isinstance(place, Upload):
                 item = self._service.uploads.end_slice(place, put, sums if whole else None, deadline)
             elif whole:
@@ -322,9 +396,13 @@ class Connection:
 
     def _sinks(self, num_bytes: int) -> list[memoryview]:
         """Memory to read away so many bytes."""
-        self._sink = self._sink or memoryview(bytearray(SINK_BYTES))
         whole, rest = divmod(num_bytes, SINK_BYTES)
-        return [self._sink] * whole + ([self._sink[:rest]] if rest else [])
+        return [self._sink_of(SINK_BYTES)] * whole + ([self._sink_of(rest)] if rest else [])
+
+    def _sink_of(self, num_bytes: int) -> memoryview:
+        """Memory of this connection's own, at most `SINK_BYTES`, until it is asked for again."""
+        self._sink = self._sink or memoryview(bytearray(SINK_BYTES))
+        return self._sink[:num_bytes]
 
     def _drain(self, num_bytes: int) -> None:
         self._wire.read_pieces([Piece(part, checked=False) for part in self._sinks(num_bytes)])
@@ -335,6 +413,7 @@ class _Arriving:
 
     def __init__(self, put: Put, place: "Entry | Upload | Item") -> None:
         self.put = put
+        self.sums = put.sums
         self.place = place
         self.pieces: list[Piece] = []
         self.ended = False

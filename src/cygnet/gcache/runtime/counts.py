@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cygnet.gcache.protocol import Item
@@ -18,6 +19,8 @@ class Counts:
     """Left the memory for room, with a copy on the disk or for good."""
     dropped_objects: int = 0
     """Of these: left for good though there is a disk, because it was too slow."""
+    over_quota_objects: int = 0
+    """Of the evicted ones: for their own namespace's quota."""
     written_down_objects: int = 0
     bytes_got: int = 0
     bytes_put: int = 0
@@ -29,6 +32,17 @@ class Counts:
         with self._lock:
             self.gets[item] += 1
             self.bytes_got += num_bytes
+
+    def got_all(self, items: Iterable[int], num_bytes: int) -> None:
+        """Objects, or slices, were answered with these, and so many bytes in all."""
+        with self._lock:
+            self.gets.update(map(Item, items))
+            self.bytes_got += num_bytes
+
+    def put_all(self, items: Iterable[Item]) -> None:
+        """Objects that were put were answered with these."""
+        with self._lock:
+            self.puts.update(items)
 
     def put(self, item: Item) -> None:
         """An object, or a slice, that was put was answered with this."""

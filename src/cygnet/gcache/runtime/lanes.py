@@ -9,18 +9,20 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from struct import Struct
 from typing import Protocol
 
 import numpy as np
 
 from cygnet.gcache.protocol import (
+    ANY,
     OUTCOMES,
+    SUMS_FOLLOW,
     Got,
     Item,
     Op,
     ProtocolError,
     Put,
+    Viewed,
     Want,
     pack_puts,
     pack_view,
@@ -28,15 +30,19 @@ from cygnet.gcache.protocol import (
     unpack_gots,
     unpack_viewed,
 )
-from cygnet.gcache.record import CHUNK_BYTES, U64, chunk_seed, num_chunks
+from cygnet.gcache.record import CHUNK_BYTES, U64, checksums, chunk_seed, num_chunks, pack_sums
 from cygnet.gcache.runtime.channel import Channel, GCacheError, Peer
-from cygnet.gcache.runtime.views import View
+from cygnet.gcache.runtime.views import MappedArena, View
 from cygnet.gcache.runtime.wire import DeadlineError, Piece
 from cygnet.kv.store import Outcome
 
 MAX_KEYS = 256
 """Per frame."""
 GOT_BYTES, SUM_BYTES = 28, 8
+SMALL_BYTES = 1 << 20
+"""Answers with several objects and no more than this are taken in with one piece of memory."""
+LATE_BYTES = 128 << 10
+"""Values longer than this are hashed when they have been sent, while the server takes them in."""
 COPY_BYTES = 8 << 20
 """Objects viewed with one request, when they are to be copied."""
 FAILURES = (OSError, ProtocolError, GCacheError)
@@ -46,33 +52,33 @@ FAILURES = (OSError, ProtocolError, GCacheError)
 class Result:
     """What becomes of one key of a batch; put together from its slices, which end on any thread."""
 
-    __slots__ = ("_items", "_versions", "num_slices", "torn_here")
+    __slots__ = ("_ends", "num_slices", "torn_here")
 
     def __init__(self) -> None:
         self.num_slices = 1
         self.torn_here = False
         """The bytes that came were not the object's: the server still has it."""
-        self._items: list[Item] = []
-        self._versions: list[int] = []
+        self._ends: list[tuple[Item, int | None]] = []
 
     def add(self, item: Item, version: int | None = None) -> None:
         """A slice has ended."""
-        if version is not None:
-            self._versions.append(version)
-        self._items.append(item)
+        self._ends.append((item, version))
 
     @property
     def outcome(self) -> Outcome:
         """Of the whole, once nobody adds to it any more. The first failure counts."""
-        for item in self._items:
+        if len(self._ends) == self.num_slices == 1:
+            return OUTCOMES[self._ends[0][0]]
+        items = [item for item, _ in self._ends]
+        for item in items:
             if item not in (Item.OK, Item.PART):
                 return OUTCOMES[item]
-        if len(self._items) < self.num_slices:
+        if len(items) < self.num_slices:
             return Outcome.TIMED_OUT
-        if len(set(self._versions)) > 1:
+        if len({version for _, version in self._ends if version is not None}) > 1:
             return Outcome.MISS  # it was put anew between two slices
         # Of a put in slices, one says that now all of it is there.
-        return Outcome.OK if Item.OK in self._items else Outcome.FAILED
+        return Outcome.OK if Item.OK in items else Outcome.FAILED
 
 
 class Frame(Protocol):
@@ -123,9 +129,16 @@ def cut(
     size = 0
     for key, view, result in zip(keys, views, results, strict=True):
         total = len(view)
-        result.num_slices = max(1, -(-total // slice_bytes))
-        upload = int.from_bytes(os.urandom(8), "little") | 1 if result.num_slices > 1 else 0
-        for at in range(0, max(total, 1), slice_bytes):
+        if total <= slice_bytes:
+            if frame and (size + total > slice_bytes or len(frame) == MAX_KEYS):
+                yield frame
+                frame, size = [], 0
+            frame.append(Part(key, view, total, 0, result))
+            size += total
+            continue
+        result.num_slices = -(-total // slice_bytes)
+        upload = int.from_bytes(os.urandom(8), "little") | 1
+        for at in range(0, total, slice_bytes):
             part = Part(key, view[at : at + slice_bytes], total, at // CHUNK_BYTES, result, upload)
             if frame and (size + len(part.view) > slice_bytes or len(frame) == MAX_KEYS):
                 yield frame
@@ -152,14 +165,15 @@ class GetFrame:
         expected = sum(GOT_BYTES + SUM_BYTES * part.num_chunks for part in self.parts)
         head, meta = channel.receive(self.request_id, Op.GET, expected)
         gots = unpack_gots(meta, len(self.parts))
-        if sum(got.body_bytes for got in gots) != head.body_bytes:
+        if sum([got.body_bytes for got in gots]) != head.body_bytes:
             raise ProtocolError("an answer whose body is not as long as its objects")
+        if len(gots) > 1 and head.body_bytes <= SMALL_BYTES:
+            self._take_small(channel, gots, head.body_bytes)
+            return
         arriving = []
         for part, got in zip(self.parts, gots, strict=True):
             if got.status == Item.OK:
-                asked = (part.value_bytes, part.first_chunk, part.num_chunks)
-                if (got.value_bytes, got.first_chunk, got.num_chunks) != asked:
-                    raise ProtocolError("an answer with other chunks than were asked for")
+                _check_asked(part, got)
                 arriving.append((part, got, part.pieces(checked=self.verify)))
         channel.wire.read_pieces([piece for _, _, pieces in arriving for piece in pieces])
         for part, got in zip(self.parts, gots, strict=True):
@@ -168,8 +182,27 @@ class GetFrame:
         for part, got, pieces in arriving:
             self._judge(part, got, pieces)
 
+    def _take_small(self, channel: Channel, gots: Sequence[Got], body_bytes: int) -> None:
+        """Take in many small parts together, then put them where they belong."""
+        data = channel.scratch(body_bytes)
+        channel.wire.read_pieces([Piece(data, checked=False)])
+        begin = 0
+        for part, got in zip(self.parts, gots, strict=True):
+            if got.status != Item.OK:
+                part.result.add(_item(got.status))
+                continue
+            _check_asked(part, got)
+            value = data[begin : begin + len(part.view)]
+            begin += len(value)
+            if self.verify and pack_sums(checksums(part.key, value, part.first_chunk)) != got.sums:
+                part.result.torn_here = True
+                part.result.add(Item.TORN)
+            else:
+                part.view[:] = value
+                part.result.add(Item.OK, got.version)
+
     def _judge(self, part: Part, got: Got, pieces: list[Piece]) -> None:
-        if self.verify and Struct(f"<{len(pieces)}Q").pack(*(piece.digest for piece in pieces)) != got.sums:
+        if self.verify and pack_sums([piece.digest for piece in pieces]) != got.sums:
             part.result.torn_here = True
             part.result.add(Item.TORN)
         else:
@@ -189,16 +222,25 @@ class PutFrame:
     request_id: int = 0
 
     def send(self, channel: Channel) -> None:
-        puts = []
-        for part in self.parts:
-            pieces = part.pieces(checked=True)
-            for piece in pieces:
-                piece.take(len(piece.view))
-            sums = Struct(f"<{len(pieces)}Q").pack(*(piece.digest for piece in pieces))
-            put = Put(part.key, part.value_bytes, sums, part.first_chunk, len(pieces), self.ttl_ms, part.upload)
-            puts.append(put)
         body = [part.view for part in self.parts if len(part.view)]
-        self.request_id = channel.send(Op.PUT, pack_puts(puts), count=len(puts), body=body)
+        late = sum(map(len, body)) > LATE_BYTES * len(self.parts)
+        sums = [b"" if late else self._sums(part) for part in self.parts]
+        puts = [
+            Put(part.key, part.value_bytes, own, part.first_chunk, part.num_chunks, self.ttl_ms, part.upload)
+            for part, own in zip(self.parts, sums, strict=True)
+        ]
+        if not late:
+            self.request_id = channel.send(Op.PUT, pack_puts(puts), count=len(puts), body=body)
+            return
+        more = 8 * sum(put.num_chunks for put in puts)
+        self.request_id = channel.send(
+            Op.PUT, pack_puts(puts), count=len(puts), flags=SUMS_FOLLOW, body=body, more_body_bytes=more
+        )
+        # The server has not yet taken in all of it.
+        channel.wire.send_bytes(b"".join(map(self._sums, self.parts)))
+
+    def _sums(self, part: Part) -> bytes:
+        return pack_sums(checksums(part.key, part.view, part.first_chunk))
 
     def receive(self, channel: Channel) -> None:
         _, items = channel.receive(self.request_id, Op.PUT, len(self.parts))
@@ -210,6 +252,16 @@ class PutFrame:
     def fail(self, item: Item) -> None:
         for part in self.parts:
             part.result.add(item)
+
+
+def outcome_of(status: int) -> Outcome:
+    """What a caller is told of an object's status in an answer."""
+    return OUTCOMES[_item(status)]
+
+
+def _check_asked(part: Part, got: Got) -> None:
+    if got.value_bytes != part.value_bytes or (got.first_chunk, got.num_chunks) != (part.first_chunk, part.num_chunks):
+        raise ProtocolError("an answer with other chunks than were asked for")
 
 
 def _item(status: int) -> Item:
@@ -278,22 +330,25 @@ def view_all(peer: Peer, wants: Sequence[Want], deadline: float) -> list[View | 
             meta = channel.call(Op.VIEW, pack_view(channel.take_released(), some), count=len(some))
             for viewed in unpack_viewed(meta, len(some)):
                 if viewed.status != Item.OK:
-                    views.append(OUTCOMES[_item(viewed.status)])
+                    views.append(outcome_of(viewed.status))
                     continue
-                if viewed.offset + viewed.value_bytes > len(arena.memory):
-                    raise ProtocolError("a view beyond the end of the arena")
-                views.append(
-                    View(
-                        arena,
-                        viewed.slot,
-                        viewed.stamp,
-                        viewed.offset,
-                        viewed.value_bytes,
-                        channel.give_back,
-                        viewed.lease,
-                    )
-                )
+                views.append(_view(channel, arena, viewed))
     return views
+
+
+def view_one(peer: Peer, key: bytes, deadline: float, value_bytes: int = ANY) -> View | Outcome:
+    """A view of one object of a local server. Raises what `Peer.channel` raises."""
+    with peer.channel(deadline, unix=True) as channel:
+        arena = channel.arena
+        assert arena is not None
+        viewed = channel.view_one(key, value_bytes)
+        return _view(channel, arena, viewed) if viewed.status == Item.OK else outcome_of(viewed.status)
+
+
+def _view(channel: Channel, arena: MappedArena, viewed: Viewed) -> View:
+    if viewed.offset + viewed.value_bytes > len(arena.memory):
+        raise ProtocolError("a view beyond the end of the arena")
+    return View(arena, viewed.slot, viewed.stamp, viewed.offset, viewed.value_bytes, channel.give_back, viewed.lease)
 
 
 def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
@@ -310,11 +365,19 @@ def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], d
         ):
             size += len(buffers[last])
             last += 1
-        wants = [Want(keys[at], len(buffers[at])) for at in range(first, last)]
-        views = view_all(peer, wants, deadline)
+        if last - first == 1:
+            outcomes.append(copy_one(peer, keys[first], buffers[first], deadline))
+            continue
+        views = view_all(peer, [Want(keys[at], len(buffers[at])) for at in range(first, last)], deadline)
         for view, buffer in zip(views, buffers[first:last], strict=True):
             outcomes.append(_copy(view, buffer, deadline) if isinstance(view, View) else view)
     return outcomes
+
+
+def copy_one(peer: Peer, key: bytes, buffer: memoryview, deadline: float) -> Outcome:
+    """Fill a buffer from a local server's arena. `FAILED`: another way is to be tried."""
+    view = view_one(peer, key, deadline, len(buffer))
+    return _copy(view, buffer, deadline) if isinstance(view, View) else view
 
 
 def _copy(view: View, buffer: memoryview, deadline: float) -> Outcome:

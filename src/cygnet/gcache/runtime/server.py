@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cygnet.base.errors import ConfigError
+from cygnet.gcache import resp
 from cygnet.gcache.limits import Limits
 from cygnet.gcache.protocol import PROTOCOL_VERSION, Op, Status, pack_answer
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.connection import Connection, Service
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.greeting import ServerInfo
+from cygnet.gcache.runtime.resp_connection import RespConnection
 from cygnet.gcache.runtime.shared_memory import ARENA, SOCKET, open_shared_memory
 from cygnet.gcache.runtime.uploads import Uploads
 from cygnet.gcache.runtime.watchdog import Watchdog
@@ -31,6 +33,8 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     """0: any that is free."""
+    resp_port: int | None = None
+    """Where Redis clients are served; 0: any that is free, `None`: nowhere."""
     memory_bytes: int = 1 << 30
     """Of the arena, with its index."""
     mean_object_bytes: int = 16 << 10
@@ -60,6 +64,12 @@ class Server:
             raise ConfigError("the gcache token must be ASCII")
         self._tcp = _listen(options.host, options.port)
         self.port: int = self._tcp.getsockname()[1]
+        try:
+            self._resp = None if options.resp_port is None else _listen(options.host, options.resp_port)
+        except ConfigError:
+            self._tcp.close()
+            raise
+        self.resp_port: int | None = None if self._resp is None else self._resp.getsockname()[1]
         folder = options.arena or Path(f"/dev/shm/cygnet-gcache-{os.getuid()}-{self.port}")
         self._disk: DiskTier | None = None
         try:
@@ -72,6 +82,8 @@ class Server:
                 raise
         except ConfigError:
             self._tcp.close()
+            if self._resp is not None:
+                self._resp.close()
             raise
         self.cache = Cache(shared, self._disk, options.limits)
         self._unix = _listen_unix(folder / SOCKET)
@@ -99,7 +111,8 @@ class Server:
         )
         self._listeners = [
             threading.Thread(target=self._accept, args=(sock,), name=f"gcache-accept-{name}", daemon=True)
-            for name, sock in (("tcp", self._tcp), ("unix", self._unix))
+            for name, sock in (("tcp", self._tcp), ("unix", self._unix), ("resp", self._resp))
+            if sock is not None
         ]
         for listener in self._listeners:
             listener.start()
@@ -125,7 +138,7 @@ class Server:
                 return
             self._closing = True
             open_ = list(self._connections.values())
-        for listener in (self._tcp, self._unix):
+        for listener in filter(None, (self._tcp, self._unix, self._resp)):
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for sock, _ in open_:
@@ -149,9 +162,9 @@ class Server:
                     return
                 time.sleep(0.05)  # out of file descriptors: others end meanwhile
                 continue
-            self._take(sock)
+            self._take(sock, is_resp=listener is self._resp)
 
-    def _take(self, sock: socket.socket) -> None:
+    def _take(self, sock: socket.socket, *, is_resp: bool) -> None:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -161,7 +174,7 @@ class Server:
                 return
             if len(self._connections) < self.options.limits.max_connections:
                 owner = next(self._ids)
-                connection = Connection(sock, owner, self.service)
+                connection = RespConnection(sock, self.service) if is_resp else Connection(sock, owner, self.service)
                 thread = threading.Thread(
                     target=self._run, args=(owner, connection), name=f"gcache-{owner}", daemon=True
                 )
@@ -172,13 +185,14 @@ class Server:
         sock.settimeout(0.1)
         try:
             why = f"{self.options.limits.max_connections} connections are open; raise --max-connections"
-            sock.sendall(pack_answer(Op.HELLO, 0, why.encode(), status=Status.BUSY))
+            busy = pack_answer(Op.HELLO, 0, why.encode(), status=Status.BUSY)
+            sock.sendall(resp.error(f"ERR {why}") if is_resp else busy)
         except OSError:
             pass
         finally:
             sock.close()
 
-    def _run(self, owner: int, connection: Connection) -> None:
+    def _run(self, owner: int, connection: Connection | RespConnection) -> None:
         try:
             connection.run()
         finally:

@@ -74,7 +74,7 @@ class Uploads:
             upload.over = upload.over or done
             if upload.over:
                 self._uploads.pop((put.upload, put.key), None)
-        self._cache.release([upload.entry])
+        self._cache.memory.release([upload.entry])
         if done:
             return self._cache.commit(upload.entry, complete, deadline)
         if upload.over:

@@ -123,10 +123,30 @@ class Wire:
 
     # --- reading
 
+    def receive(self, buffer: memoryview) -> int:
+        """Whatever has arrived, at least a byte; how many bytes."""
+        got = self.sock.recv_into(buffer)
+        if not got:
+            raise self._ended()
+        return got
+
+    def peek(self, expected: int = BUFFER_BYTES) -> memoryview:
+        """What is in the buffer, at least a head. Up to `expected` bytes are read with one call, if there."""
+        if self._end - self._begin < HEAD_BYTES:
+            self._fill(HEAD_BYTES, max(HEAD_BYTES, min(expected, BUFFER_BYTES)))
+        return self._buffer[self._begin : self._end]
+
+    def drop(self) -> None:
+        """All that `peek` showed has been dealt with."""
+        self._begin = self._end = 0
+
+    def skip(self, count: int) -> None:
+        """So many bytes of what `peek` showed have been dealt with."""
+        self._begin += count
+
     def read_head(self, expected: int = BUFFER_BYTES) -> FrameHead:
         """The next frame's head. `expected` bytes of head and meta are read with one call, if they are there."""
-        self._fill(HEAD_BYTES, max(HEAD_BYTES, min(expected, BUFFER_BYTES)))
-        head = unpack_head(self._buffer[self._begin : self._begin + HEAD_BYTES], self._magic)
+        head = unpack_head(self.peek(expected), self._magic)
         self._begin += HEAD_BYTES
         return head
 
@@ -176,7 +196,8 @@ class Wire:
         if have >= needed:
             return
         if self._begin:
-            self._buffer[:have] = bytes(self._buffer[self._begin : self._end])
+            if have:
+                self._buffer[:have] = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, have
         while self._end < needed:
             got = self.sock.recv_into(self._buffer[self._end : max(wanted, needed)])
@@ -186,12 +207,19 @@ class Wire:
 
     # --- writing
 
+    def send_bytes(self, data: "bytes | memoryview") -> None:
+        """Send a frame that is in one piece."""
+        try:
+            self.sock.sendall(data)
+        except OSError as error:
+            raise self._ended() if self.expired else error from None
+
     def send(self, parts: "Sequence[bytes | memoryview]") -> None:
         """Send all parts, in order, without copying them together."""
+        if len(parts) == 1:
+            self.send_bytes(parts[0])
+            return
         try:
-            if len(parts) == 1:
-                self.sock.sendall(parts[0])
-                return
             left = [part for part in parts if len(part)]
             at = 0
             while at < len(left):

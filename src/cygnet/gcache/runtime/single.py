@@ -1,13 +1,29 @@
-"""Getting an object whose size is not known beforehand."""
+"""Getting one object: of a known size that fits one frame, or of whatever size it is."""
 
 from struct import Struct
 
-from cygnet.gcache.protocol import OUTCOMES, Item, Op, ProtocolError, Want, pack_wants, unpack_gots
+from cygnet.gcache.protocol import Item, Op, ProtocolError, Want, pack_wants, unpack_gots
 from cygnet.gcache.record import CHUNK_BYTES, chunk_seed
 from cygnet.gcache.runtime.channel import GCacheError, Peer
-from cygnet.gcache.runtime.lanes import FAILURES, GOT_BYTES, SUM_BYTES
+from cygnet.gcache.runtime.lanes import FAILURES, GOT_BYTES, SUM_BYTES, copy_one, outcome_of
 from cygnet.gcache.runtime.wire import DeadlineError, Piece
 from cygnet.kv.store import Outcome
+
+
+def get_one(peer: Peer, key: bytes, view: memoryview, deadline: float, *, verify: bool) -> Outcome:
+    """Fill `view`, of one chunk, from the arena of a local server or over TCP. Other failures are outcomes too."""
+    try:
+        if peer.may_be_local and peer.is_local(deadline):
+            copied = copy_one(peer, key, view, deadline)
+            if copied is not Outcome.FAILED:
+                return copied
+    except FAILURES:
+        pass  # TCP may still do
+    try:
+        with peer.channel(deadline) as channel:
+            return outcome_of(channel.get_one(key, view, verify=verify))
+    except FAILURES as error:
+        return Outcome.TIMED_OUT if isinstance(error, DeadlineError) else Outcome.FAILED
 
 
 def get_whole(peer: Peer, key: bytes, deadline: float, max_bytes: int, *, verify: bool) -> bytearray | Outcome:
@@ -22,7 +38,7 @@ def get_whole(peer: Peer, key: bytes, deadline: float, max_bytes: int, *, verify
             if got.value_bytes > max_bytes:
                 raise GCacheError(f"an object of {got.value_bytes} bytes, this client takes {max_bytes}")
             if got.status != Item.OK:
-                return OUTCOMES.get(Item(got.status), Outcome.FAILED)
+                return outcome_of(got.status)
             memory = bytearray(got.value_bytes)
             if not memory:
                 return memory
