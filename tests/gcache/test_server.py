@@ -14,9 +14,12 @@ import pytest
 
 from cygnet.base.errors import ConfigError
 from cygnet.gcache.limits import MAX_BATCH, Limits
+from cygnet.gcache.membership import Server as ClusterServer
+from cygnet.gcache.membership import joined
 from cygnet.gcache.protocol import (
     ANSWER_MAGIC,
     HEAD_BYTES,
+    KEEP,
     FrameHead,
     Head,
     Item,
@@ -25,6 +28,7 @@ from cygnet.gcache.protocol import (
     Status,
     Want,
     pack_keys,
+    pack_number,
     pack_puts,
     pack_request,
     pack_view,
@@ -34,8 +38,12 @@ from cygnet.gcache.protocol import (
     unpack_head,
     unpack_viewed,
 )
-from cygnet.gcache.record import CHUNK_BYTES, checksums
+from cygnet.gcache.record import CHUNK_BYTES, checksums, pack_sums
+from cygnet.gcache.runtime.cluster import decode_view
+from cygnet.gcache.runtime.node import ClusterOptions
+from cygnet.gcache.runtime.registry import LocalRegistry
 from cygnet.gcache.runtime.server import Server, ServerOptions
+from cygnet.kv.store import Outcome
 from support.gcache import MIB, client, key, server
 
 
@@ -296,14 +304,54 @@ def test_too_many_connections_are_told_so() -> None:
 
 
 def test_another_epoch_is_told_and_nothing_done() -> None:
-    with server(epoch=5) as running, raw(running) as sock:
+    own = ClusterOptions(LocalRegistry(), "test")
+    with server(server_id="a", cluster=own) as running, raw(running) as sock:
+        now = running.service.cluster.epoch
         frame = bytearray(put_frame(key(1), b"abc"))
-        for epoch, status in ((4, Status.WRONG_EPOCH), (5, Status.OK), (0, Status.OK)):
+        for epoch, status in ((now - 1, Status.WRONG_EPOCH), (0, Status.WRONG_EPOCH), (now, Status.OK)):
             frame[16:24] = epoch.to_bytes(8, "little")
             sock.sendall(frame)
-            head = answer(sock)[0]
-            assert (head.code, head.epoch) == (status, 5)
-            assert running.stats()["objects"] == (0 if epoch == 4 else 1)
+            head, meta, _ = answer(sock)
+            assert (head.code, head.epoch) == (status, now)
+            assert running.stats()["objects"] == (1 if epoch == now else 0)
+            if epoch != now:
+                assert decode_view(meta) == running.service.cluster.view
+        newer = joined(running.service.cluster.view, ClusterServer("b", "127.0.0.1", 1))
+        for view, rises in ((b"nonsense", 0), (msgspec.json.encode(newer), 1), (msgspec.json.encode(newer), 1)):
+            with raw(running) as other:
+                other.sendall(pack_request(Op.ADOPT, 1, view))
+                assert answer(other)[0].code == (Status.OK if rises else Status.BAD_REQUEST)
+            assert running.service.cluster.epoch == now + rises
+        sock.sendall(pack_request(Op.MEMBERS, 1, pack_number(now)))
+        assert decode_view(answer(sock)[1]) == newer
+        sock.sendall(pack_request(Op.MEMBERS, 1, pack_number(now + 1)))
+        assert answer(sock)[1] == b""
+
+
+def test_a_put_that_keeps_what_is_there() -> None:
+    """Whole or in slices, at whatever moment the other value comes."""
+    value = bytes(CHUNK_BYTES) + b"more"
+    sums = pack_sums(checksums(key(1), value))
+    slices = [
+        Put(key(1), len(value), sums[:8], 0, 1, upload=7),
+        Put(key(1), len(value), sums[8:], 1, 1, upload=7),
+    ]
+    with server() as running, raw(running) as sock, client(running.port) as sdk:
+
+        def send(put: Put, data: bytes) -> int:
+            meta, body = pack_puts([put]), put.body_bytes
+            sock.sendall(pack_request(Op.PUT, 1, meta, count=1, flags=KEEP, body_bytes=body) + data)
+            return answer(sock)[1][0]
+
+        assert send(slices[0], value[:CHUNK_BYTES]) == Item.PART
+        assert sdk.put(key(1), b"newer") is Outcome.OK
+        assert send(slices[1], value[CHUNK_BYTES:]) == Item.OK
+        assert send(Put(key(1), 3, pack_sums(checksums(key(1), b"abc")), 0, 1), b"abc") == Item.OK
+        assert sdk.get(key(1)) == b"newer"
+        assert send(Put(key(2), 3, pack_sums(checksums(key(2), b"abc")), 0, 1), b"abc") == Item.OK
+        assert sdk.get(key(2)) == b"abc"
+        running.service.uploads.expire(everything=True)
+        assert sdk.audit() == []
 
 
 def test_what_has_expired_is_not_found() -> None:

@@ -67,6 +67,7 @@ class Entry:
         "num_bytes",
         "pins",
         "places",
+        "root",
         "slot",
         "start",
         "state",
@@ -78,12 +79,22 @@ class Entry:
     )
 
     def __init__(
-        self, key: bytes, places: Layout, value_bytes: int, expiry_ns: int, slot: int, generation: int, start: int
+        self,
+        key: bytes,
+        places: Layout,
+        value_bytes: int,
+        expiry_ns: int,
+        slot: int,
+        generation: int,
+        start: int,
+        root: int = 0,
     ) -> None:
         self.key = key
         self.places = places
         self.value_bytes = value_bytes
         self.expiry_ns = expiry_ns
+        self.root = root
+        """Place of its root (`placement.root_place`); 0: it has none."""
         self.slot = slot
         self.generation = generation
         self.start = start
@@ -183,22 +194,22 @@ class Arena:
         """Whether such an object could ever be taken."""
         return layout(len(key), value_bytes).record_bytes <= self.capacity_bytes
 
-    def begin(self, key: bytes, value_bytes: int, expiry_ns: int = 0) -> Entry | None:
+    def begin(self, key: bytes, value_bytes: int, expiry_ns: int = 0, root: int = 0) -> Entry | None:
         """Room for an object, pinned once for its writer; `None` when there is no room or no slot."""
-        return self._begin(key, layout(len(key), value_bytes), value_bytes, expiry_ns)
+        return self._begin(key, layout(len(key), value_bytes), value_bytes, expiry_ns, root)
 
     def begin_record(self, key: bytes, record_bytes: int) -> Entry | None:
         """Room for a whole record, in granules, that a lower tier will fill in; for `commit_record`."""
         return self._begin(key, Layout(0, 0, record_bytes), 0, 0)
 
-    def _begin(self, key: bytes, places: Layout, value_bytes: int, expiry_ns: int) -> Entry | None:
+    def _begin(self, key: bytes, places: Layout, value_bytes: int, expiry_ns: int, root: int = 0) -> Entry | None:
         if not self._free_slots:
             return None
         start = self._allocator.allocate(places.record_bytes // GRANULE)
         if start is None:
             return None
         slot = self._free_slots.pop()
-        entry = Entry(key, places, value_bytes, expiry_ns, slot, int(self._generations[slot]), start)
+        entry = Entry(key, places, value_bytes, expiry_ns, slot, int(self._generations[slot]), start, root)
         entry.pins = 1
         self._by_start[start] = entry
         return entry
@@ -206,7 +217,7 @@ class Arena:
     def commit(self, entry: Entry, sums: Sequence[int]) -> Entry | None:
         """From now on `entry`, whose value is in place, is found. Returns what it replaces, already dead."""
         self._version += 1
-        prefix, checksum = pack_prefix(entry.key, entry.value_bytes, sums, self._version, entry.expiry_ns)
+        prefix, checksum = pack_prefix(entry.key, entry.value_bytes, sums, self._version, entry.expiry_ns, entry.root)
         self._memory.write(self.shape.data_at + entry.start * GRANULE, prefix)
         entry.verified = True
         return self._publish(entry, self._version, checksum)
@@ -214,6 +225,7 @@ class Arena:
     def commit_record(self, entry: Entry, record: Record) -> Entry | None:
         """Like `commit`, for a whole record that a lower tier has filled in: of this key, and as long as the room."""
         entry.places, entry.value_bytes, entry.expiry_ns = record.places, record.value_bytes, record.expiry_ns
+        entry.root = record.root
         self._version = max(self._version, record.version)
         entry.verified = entry.clean = True
         return self._publish(entry, record.version, record.checksum)
@@ -338,7 +350,7 @@ class Arena:
             return None
         if record.checksum != checksum or record.version != version:
             return None
-        entry = Entry(record.key, record.places, value_bytes, record.expiry_ns, slot, stamp >> 2, start)
+        entry = Entry(record.key, record.places, value_bytes, record.expiry_ns, slot, stamp >> 2, start, record.root)
         entry.version, entry.state = version, State.COMMITTED
         return entry
 

@@ -55,4 +55,26 @@ METRICS = (
     CacheMetric("cygnet:gcache_disk_bytes", "gauge", "Bytes of the disk tier in use.", "disk_bytes"),
     CacheMetric("cygnet:gcache_disk_capacity_bytes", "gauge", "Bytes of the disk tier.", "disk_capacity_bytes"),
     CacheMetric("cygnet:gcache_disk_evicted_objects", "counter", "Objects that left the disk.", "disk_evicted_objects"),
+    CacheMetric("cygnet:gcache_epoch", "gauge", "Epoch of the cluster's view; 0: in no cluster.", "epoch"),
+    CacheMetric("cygnet:gcache_cluster_servers", "gauge", "Servers of the cluster.", "cluster_servers", "state"),
+    CacheMetric("cygnet:gcache_moving", "gauge", "1 while objects move from server to server.", "moving"),
+    CacheMetric("cygnet:gcache_moved_objects", "counter", "Objects moved to other servers.", "moved_objects"),
+    CacheMetric("cygnet:gcache_moved_bytes", "counter", "Bytes of their values.", "moved_bytes"),
+    CacheMetric("cygnet:gcache_move_failures", "counter", "Moves to be tried again.", "move_failures"),
+    CacheMetric(
+        "cygnet:gcache_move_given_up_objects",
+        "counter",
+        "Objects lost because their new server had no room.",
+        "move_given_up_objects",
+    ),
+    CacheMetric(
+        "cygnet:gcache_move_left_objects", "gauge", "Objects in memory still to be moved.", "move_left_objects"
+    ),
+    CacheMetric(
+        "cygnet:gcache_move_disk_records", "gauge", "Records on disk to look at for a move.", "move_disk_records"
+    ),
+    CacheMetric(
+        "cygnet:gcache_move_disk_records_seen", "gauge", "Of these, looked at so far.", "move_disk_records_seen"
+    ),
+    CacheMetric("cygnet:gcache_registry_failures", "counter", "Failed calls to etcd.", "registry_failures"),
 )

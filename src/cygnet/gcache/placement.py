@@ -112,9 +112,13 @@ class Placement:
 
     def owner(self, key: bytes, root: bytes = b"", range_: int = 0) -> str:
         """Id of the server that owns `key`."""
+        return self.owner_at(key, root_place(root, range_) if root else 0)
+
+    def owner_at(self, key: bytes, place: int) -> str:
+        """The same, for the place of a root's range (`root_place`); 0: it has no root."""
         if self._only is not None:
             return self._only
         ring = self._only_ring
         if ring is None:
-            ring = self._rings[self.group(root, range_) if root else self.group(key)]
+            ring = self._rings[self._groups.owner(place or root_place(key, 0))]
         return ring.owner(key_place(key))

@@ -40,6 +40,15 @@ class Op(IntEnum):
     VIEW = 8
     STAT = 9
     AUDIT = 10
+    MEMBERS = 16
+    ADOPT = 17
+    DRAIN = 18
+
+
+PLACED = frozenset((Op.GET, Op.PUT, Op.EXISTS, Op.DELETE, Op.VIEW))
+"""What a server in a cluster answers in its own epoch only."""
+CHANGES = frozenset((Op.PUT, Op.DELETE))
+"""Of these, what stores or removes."""
 
 
 class Status(IntEnum):
@@ -51,7 +60,7 @@ class Status(IntEnum):
     DENIED = 2
     """No token or a wrong one; the connection is closed."""
     WRONG_EPOCH = 3
-    """Nothing was done; the answer's epoch is the server's."""
+    """Nothing was done; the answer's epoch is the server's, and meta its view of the cluster."""
     BUSY = 4
     """Too many connections; this one is closed."""
 
@@ -86,6 +95,12 @@ EVERYTHING = 1
 """Flag of CLEAR: all namespaces."""
 SUMS_FOLLOW = 1
 """Flag of PUT: checksums are not in meta but end the body, so that they can be made while values are on their way."""
+ROUTED = 2
+"""Flag of PUT: meta begins with a u64, the place of the root of all its keys (`placement.root_place`)."""
+KEEP = 4
+"""Flag of PUT: what is there already stays."""
+UNDO = 1
+"""Flag of DRAIN: the server shall stay."""
 
 
 class ProtocolError(ValueError):
@@ -291,6 +306,10 @@ class Put(msgspec.Struct, frozen=True, gc=False):
     """0: for ever."""
     upload: int = 0
     """Names the slices of one value, at random; 0: all of it is here."""
+    root: int = 0
+    """Place of its root (`placement.root_place`), of all objects of a frame; 0: it has none."""
+    keep: bool = False
+    """What is there already stays, and this is given up; of all objects of a frame."""
 
     @property
     def body_bytes(self) -> int:
@@ -311,7 +330,8 @@ def pack_puts(puts: Sequence[Put]) -> bytes:
 
 
 def unpack_puts(meta: bytes, count: int, flags: int = 0) -> list[Put]:
-    """What `pack_puts` made; with `SUMS_FOLLOW`, of puts without sums."""
+    """What `pack_puts` made, as the frame's flags say: without sums, or behind the place of the root."""
+    root, meta = unpack_number(meta) if flags & ROUTED else (0, meta)
     puts, at = [], 0
     for _ in range(count):
         value_bytes, upload, ttl_ms, first, chunks, length = _unpack(_Put, meta, at)
@@ -327,9 +347,23 @@ def unpack_puts(meta: bytes, count: int, flags: int = 0) -> list[Put]:
         if len(sums) != 8 * num_sums:
             raise ProtocolError("a frame's meta part ends too early")
         at += len(sums)
-        puts.append(Put(key, value_bytes, sums, first, chunks, ttl_ms, upload))
+        puts.append(Put(key, value_bytes, sums, first, chunks, ttl_ms, upload, root, bool(flags & KEEP)))
     _ends(meta, at)
     return puts
+
+
+_Number = Struct("<Q")
+
+
+def pack_number(number: int) -> bytes:
+    """u64: the root's place that the meta part of a ROUTED put begins with, the epoch that MEMBERS asks with."""
+    return _Number.pack(number)
+
+
+def unpack_number(meta: bytes) -> tuple[int, bytes]:
+    """That number, and the rest."""
+    (number,) = _unpack(_Number, meta, 0)
+    return number, meta[_Number.size :]
 
 
 # --- EXISTS (asks with wants), DELETE

@@ -46,7 +46,7 @@ ARENA_MAGIC, RECORD_MAGIC = b"CYGNETar", b"GCr1"
 U64 = (1 << 64) - 1
 
 ArenaHead = Struct("<8sIIQQQ16sQ")  # magic, version, granule, slots, first byte of records, granules, incarnation, sum
-RecordHead = Struct("<4sIQQQQ16xQ")  # magic, key bytes, value bytes, version, expiry ns, checksum of sums | pad | sum
+RecordHead = Struct("<4sIQQQQQ8xQ")  # magic, key bytes, value bytes, version, expiry ns, checksum of sums, root | sum
 SLOT_WORDS = 8
 SLOT_BYTES = 8 * SLOT_WORDS
 Words = Struct("<6Q")
@@ -120,11 +120,14 @@ def layout(key_bytes: int, value_bytes: int) -> Layout:
     return Layout(sums, value, -(-(value + value_bytes) // GRANULE) * GRANULE)
 
 
-def pack_prefix(key: bytes, value_bytes: int, sums: Sequence[int], version: int, expiry_ns: int) -> tuple[bytes, int]:
+def pack_prefix(
+    key: bytes, value_bytes: int, sums: Sequence[int], version: int, expiry_ns: int, root: int = 0
+) -> tuple[bytes, int]:
     """Everything of a record before its value, and the checksum in its head."""
     places = layout(len(key), value_bytes)
     packed = pack_sums(sums)
-    head = RecordHead.pack(RECORD_MAGIC, len(key), value_bytes, version, expiry_ns, xxh3_64_intdigest(packed), 0)[:-8]
+    sum_of_sums = xxh3_64_intdigest(packed)
+    head = RecordHead.pack(RECORD_MAGIC, len(key), value_bytes, version, expiry_ns, sum_of_sums, root, 0)[:-8]
     own = xxh3_64_intdigest(key, seed=xxh3_64_intdigest(head))
     before_sums = (head + own.to_bytes(8, "little") + key).ljust(places.sums, b"\0")
     return (before_sums + packed).ljust(places.value, b"\0"), own
@@ -144,13 +147,15 @@ class Record:
     checksum: int
     """Of the head."""
     places: Layout
+    root: int
+    """Place of the object's root (`placement.root_place`); 0: it has none."""
 
 
 def unpack_record(memory: memoryview) -> Record | None:
     """Read the record that begins `memory`, but not its value; `None` when it is damaged or does not fit."""
     if len(memory) < RecordHead.size:
         return None
-    magic, key_bytes, value_bytes, version, expiry_ns, sum_of_sums, own = RecordHead.unpack_from(memory)
+    magic, key_bytes, value_bytes, version, expiry_ns, sum_of_sums, root, own = RecordHead.unpack_from(memory)
     if magic != RECORD_MAGIC or not 0 < key_bytes <= MAX_KEY_BYTES:
         return None
     places = layout(key_bytes, value_bytes)
@@ -161,7 +166,7 @@ def unpack_record(memory: memoryview) -> Record | None:
     head = xxh3_64_intdigest(memory[: RecordHead.size - 8])
     if xxh3_64_intdigest(packed) != sum_of_sums or xxh3_64_intdigest(key, seed=head) != own or not is_full_key(key):
         return None
-    return Record(key, value_bytes, version, expiry_ns, packed, own, places)
+    return Record(key, value_bytes, version, expiry_ns, packed, own, places, root)
 
 
 def pack_sums(sums: Sequence[int]) -> bytes:

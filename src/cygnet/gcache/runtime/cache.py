@@ -108,7 +108,7 @@ class Cache:
 
     # --- writing
 
-    def reserve(self, key: bytes, value_bytes: int, ttl_ms: int, deadline: float) -> Entry | Item:
+    def reserve(self, key: bytes, value_bytes: int, ttl_ms: int, deadline: float, root: int = 0) -> Entry | Item:
         """Room for an object, to be filled. Not found before `commit`."""
         refused = self._refused(key, value_bytes)
         if refused is not None:
@@ -116,7 +116,7 @@ class Cache:
         ttl_ms = self.memory.namespaces.limits_of(key).ttl_of(ttl_ms)
         expiry_ns = self.memory.wall_ns() + ttl_ms * 1_000_000 if ttl_ms else 0
         needed = layout(len(key), value_bytes).record_bytes
-        return self._room(lambda: self.arena.begin(key, value_bytes, expiry_ns), needed, deadline)
+        return self._room(lambda: self.arena.begin(key, value_bytes, expiry_ns, root), needed, deadline)
 
     def reserve_all(self, puts: Sequence[Put], deadline: float) -> list[Entry | Item]:
         """What `reserve` gives for each; as long as there is room, under one lock."""
@@ -127,9 +127,9 @@ class Cache:
                 fits = self._refused(put.key, put.value_bytes) is None and not self._closing
                 ttl_ms = self.memory.namespaces.limits_of(put.key).ttl_of(put.ttl_ms)
                 expiry_ns = now_ns + ttl_ms * 1_000_000 if ttl_ms else 0
-                places.append(self.arena.begin(put.key, put.value_bytes, expiry_ns) if fits else None)
+                places.append(self.arena.begin(put.key, put.value_bytes, expiry_ns, put.root) if fits else None)
         return [
-            place or self.reserve(put.key, put.value_bytes, put.ttl_ms, deadline)
+            place or self.reserve(put.key, put.value_bytes, put.ttl_ms, deadline, put.root)
             for put, place in zip(puts, places, strict=True)
         ]
 
@@ -178,13 +178,18 @@ class Cache:
                 self._end(entry.key)
         return item
 
+    def commit_new(self, entry: Entry, sums: list[int], deadline: float) -> Item:
+        """Like `commit` if nothing is called that; otherwise `entry` is given up, which is `OK` too."""
+        item = self.commit(entry, sums, deadline, lambda there, on_disk: there is None and not on_disk)
+        return Item.OK if item is Item.MISS else item
+
     def set_ttl(self, key: bytes, ttl_ms: int, deadline: float) -> Item:
         """Have an object expire so long from now, 0 for never: it is copied, if nothing has replaced it meanwhile."""
         old = self.acquire(key, deadline)
         if isinstance(old, Item):
             return old
         try:
-            fresh = self.reserve(key, old.value_bytes, ttl_ms, deadline)
+            fresh = self.reserve(key, old.value_bytes, ttl_ms, deadline, old.root)
             if isinstance(fresh, Item):
                 return fresh
             if old.value_bytes:
@@ -218,6 +223,37 @@ class Cache:
                 in_memory = self.memory.forget_key(key)
                 self._end(key)
         return there or in_memory
+
+    # --- moving to other servers
+
+    def begin_move(self, key: bytes, deadline: float) -> Entry | bool | None:
+        """Be the only one to change where an object lies, until `end_move`: its entry, pinned; `True`: it is on disk.
+
+        Nothing has begun with `False`, it is not there, and with `None`, others did not end in time.
+        """
+        with self.memory.lock:
+            on_disk = self._begin(key, deadline)
+            entry = self.arena.find(key)
+            if on_disk is None or (entry is None and not on_disk):
+                return on_disk
+            self._in_transition.add(key)
+            if entry is None:
+                return True
+            self.arena.pin(entry)
+            return entry
+
+    def end_move(self, key: bytes, entry: Entry | None, *, gone: bool) -> None:
+        """Undo `begin_move`. `gone`: the object is another server's now."""
+        try:
+            if gone and self._disk is not None:
+                self._disk.remove(key)
+        finally:
+            with self.memory.lock:
+                if gone:
+                    self.memory.forget_key(key)
+                if entry is not None:
+                    self.arena.unpin(entry)
+                self._end(key)
 
     def clear(self, namespace: bytes | None, deadline: float) -> int:
         """Give up all objects of a namespace, or all; how many there were."""

@@ -56,6 +56,15 @@ class GCacheError(CygnetError):
     """A server refuses this client: a wrong token, another protocol, too many connections."""
 
 
+class WrongEpochError(GCacheError):
+    """The server is in another epoch of its cluster, or not up in it. `view` is its view, as it was sent."""
+
+    def __init__(self, epoch: int, view: bytes) -> None:
+        super().__init__(f"gcache server is in epoch {epoch} of its cluster; this client does not follow it")
+        self.epoch = epoch
+        self.view = view
+
+
 class UnavailableError(ConnectionError):
     """The server has failed lately, and is left alone for a while."""
 
@@ -87,7 +96,8 @@ class Channel:
         self.arena = arena
         """The server's arena, if this connection may ask for views of it."""
         self.used_at = time.monotonic()
-        self._epoch = epoch
+        self.epoch = epoch
+        """Of the requests to come."""
         self._scratch = memoryview(b"")
         self._released: deque[int] = deque(maxlen=MAX_BATCH)
         """Leases to give back; of more than that the oldest end by themselves."""
@@ -110,7 +120,7 @@ class Channel:
             meta,
             count=count,
             flags=flags,
-            epoch=self._epoch,
+            epoch=self.epoch,
             budget_ms=self._budget_ms(),
             body_bytes=sum(map(len, body)) + more_body_bytes,
         )
@@ -127,7 +137,7 @@ class Channel:
         if head.code in (Status.BAD_REQUEST, Status.DENIED):
             raise GCacheError(f"gcache server refuses: {self._text(head)}")
         if head.code != Status.OK:
-            raise GCacheError(f"gcache server is in epoch {head.epoch}, this client in epoch {self._epoch}")
+            raise WrongEpochError(head.epoch, self.wire.read_bytes(head.meta_bytes))
         return head, self.wire.read_bytes(head.meta_bytes)
 
     def call(self, op: Op, meta: bytes = b"", *, count: int = 0, flags: int = 0, expected: int = 1024) -> bytes:
@@ -150,7 +160,7 @@ class Channel:
         request_id = next(self._ids)
         released = self._released.popleft() if self._released else 0
         wire = self.wire
-        wire.send_bytes(pack_view_of_one(request_id, self._epoch, self._budget_ms(), released, key, value_bytes))
+        wire.send_bytes(pack_view_of_one(request_id, self.epoch, self._budget_ms(), released, key, value_bytes))
         viewed = unpack_viewed_one(wire.peek(VIEWED_BYTES), request_id)
         if viewed is not None:
             wire.drop()
@@ -161,7 +171,7 @@ class Channel:
         """Fill `value`, of one chunk, with all of an object of its size; its outcome, an `Item`."""
         request_id = next(self._ids)
         wire = self.wire
-        wire.send_bytes(pack_get_of_one(request_id, self._epoch, self._budget_ms(), key, len(value)))
+        wire.send_bytes(pack_get_of_one(request_id, self.epoch, self._budget_ms(), key, len(value)))
         checksum = unpack_got_one(wire.peek(GOT_BYTES), request_id, len(value))
         if checksum is None:
             head, meta = self.receive(request_id, Op.GET, GOT_BYTES)

@@ -11,7 +11,7 @@ import msgspec
 
 from cygnet.base.errors import ConfigError
 from cygnet.gcache.limits import MAX_FRAME_BYTES
-from cygnet.gcache.placement import Member, Placement
+from cygnet.gcache.placement import Member, Placement, root_place
 from cygnet.gcache.protocol import ANY, EVERYTHING, TOUCH, Op, Want, pack_keys, pack_wants, unpack_flags
 from cygnet.gcache.record import CHUNK_BYTES, is_full_key
 from cygnet.gcache.runtime.channel import Address, GCacheError, Peer
@@ -49,6 +49,10 @@ class ClientOptions:
     """How servers are talked to."""
 
     servers: tuple[Address, ...] = field(default_factory=tuple)
+    etcd: str = ""
+    """Instead of servers: endpoints of the etcd that a cluster is in (`connect`)."""
+    cluster: str = "default"
+    """Its name there."""
     token: str = ""
     timeout_s: float = 1.0
     """For a call that is not given another time: all of it, over all servers."""
@@ -80,6 +84,44 @@ class Route:
 ANYWHERE = Route()
 
 
+@dataclass(frozen=True)
+class Means:
+    """Threads that clients of the same servers share."""
+
+    team: Team
+    watchdog: Watchdog
+
+    @classmethod
+    def of(cls, options: ClientOptions) -> "Means":
+        """As many as the options say."""
+        return cls(Team(options.io_threads, "gcache-io"), Watchdog("gcache-deadlines"))
+
+    def peer(self, server: Address, options: ClientOptions) -> Peer:
+        """Connections to a server, which are watched here."""
+        return Peer(
+            server,
+            token=options.token,
+            max_connections=options.connections,
+            same_host=options.same_host,
+            epoch=options.epoch,
+            watchdog=self.watchdog,
+        )
+
+    def close(self, deadline: float) -> None:
+        """End the threads."""
+        self.team.close(deadline)
+        self.watchdog.close()
+
+
+@dataclass(frozen=True)
+class Lens:
+    """Who a client asks for which key, when that is not for it to decide."""
+
+    placement: Placement
+    peers: dict[str, Peer]
+    means: Means
+
+
 class GCacheClient:
     """Thread-safe. Calls end by their deadline; a server that is dead, frozen or slow costs misses, never errors.
 
@@ -88,30 +130,21 @@ class GCacheClient:
     `FAILED` where a server failed, or has lately and is left alone.
     """
 
-    def __init__(self, options: ClientOptions) -> None:
-        if not options.servers:
+    def __init__(self, options: ClientOptions, lens: Lens | None = None) -> None:
+        if not options.servers and lens is None:
             raise ConfigError("no gcache server is named; write for example gcache://127.0.0.1:7400")
         if not 0 < options.slice_bytes <= MAX_FRAME_BYTES or options.slice_bytes % CHUNK_BYTES:
             raise ConfigError(f"gcache slices of {options.slice_bytes} bytes; choose a multiple of 1MiB up to 1GiB")
         if options.connections < 1 or options.window < 1 or options.io_threads < 0:
             raise ConfigError("gcache clients need at least one connection per server, and a window of at least 1")
         self.options = options
-        self.placement = Placement(
-            (Member(server.name, server.group, server.weight) for server in options.servers), options.epoch
-        )
-        self._watchdog = Watchdog("gcache-deadlines")
-        self._peers = {
-            server.name: Peer(
-                server,
-                token=options.token,
-                max_connections=options.connections,
-                same_host=options.same_host,
-                epoch=options.epoch,
-                watchdog=self._watchdog,
-            )
-            for server in options.servers
-        }
-        self._team = Team(options.io_threads, "gcache-io")
+        if lens is None:
+            members = (Member(server.name, server.group, server.weight) for server in options.servers)
+            means = Means.of(options)
+            peers = {server.name: means.peer(server, options) for server in options.servers}
+            lens = Lens(Placement(members, options.epoch), peers, means)
+        self.lens = lens
+        self.placement, self._peers, self._team = lens.placement, lens.peers, lens.means.team
 
     # --- many objects
 
@@ -185,6 +218,7 @@ class GCacheClient:
         deadline = self._deadline(timeout_s)
         views = _views(_checked(keys), buffers, writable=False)
         results = [Result() for _ in keys]
+        root = root_place(route.root, route.range_) if route.root else 0
         lanes: list[Lane] = []
         for peer, places in self._shares(keys, route):
             parts = cut(
@@ -193,7 +227,7 @@ class GCacheClient:
                 [results[at] for at in places],
                 self.options.slice_bytes,
             )
-            frames: deque[Frame] = deque(PutFrame(part, ttl_ms) for part in parts)
+            frames: deque[Frame] = deque(PutFrame(part, ttl_ms, root) for part in parts)
             lanes += lanes_of(peer, frames, self.options.window, deadline)
         self._team.run(lanes, Lane.run, deadline)
         return [result.outcome for result in results]
@@ -213,12 +247,18 @@ class GCacheClient:
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE) -> list[bool]:
         """Give up these objects; whether each was there. What is not done by the deadline counts as not there."""
+        return [there is True for there in self.try_remove(keys, timeout_s=timeout_s, route=route)]
+
+    def try_remove(
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE
+    ) -> list[bool | None]:
+        """The same, but `None` where that is not known: it may still be there."""
         deadline = self._deadline(timeout_s)
 
-        def ask(peer: Peer, some: list[int]) -> list[bool]:
-            return _flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)
+        def ask(peer: Peer, some: list[int]) -> list[bool | None]:
+            return [*_flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)]
 
-        return self._per_peer(_checked(keys), route, ask, False)
+        return self._per_peer(_checked(keys), route, ask, None)
 
     # --- one object
 
@@ -299,20 +339,13 @@ class GCacheClient:
         """Reach every server. Raises `ConfigError` that says which one can't be, and why."""
         deadline = self._deadline(timeout_s)
         for name, peer in self._peers.items():
-            try:
-                with peer.channel(deadline) as channel:
-                    channel.call(Op.PING)
-            except GCacheError as error:
-                raise ConfigError(f"{error} ({name}); set CYGNET_GCACHE_TOKEN if it wants a token") from None
-            except FAILURES as error:
-                raise ConfigError(f"gcache server {name} does not answer ({error}); is it running there?") from None
+            check_peer(name, peer, deadline)
 
     def close(self) -> None:
         """Close all connections and end the threads. Calls afterwards fail."""
         for peer in self._peers.values():
             peer.close()
-        self._team.close(time.monotonic() + self.options.timeout_s)
-        self._watchdog.close()
+        self.lens.means.close(time.monotonic() + self.options.timeout_s)
 
     # --- inside
 
@@ -386,6 +419,17 @@ class GCacheClient:
         torn = [key for key, result in zip(keys, results, strict=True) if result.torn_here]
         if torn:
             self.remove(torn, timeout_s=deadline - time.monotonic(), route=route)
+
+
+def check_peer(name: str, peer: Peer, deadline: float) -> None:
+    """Reach a server. Raises `ConfigError` that says why it can't be."""
+    try:
+        with peer.channel(deadline) as channel:
+            channel.call(Op.PING)
+    except GCacheError as error:
+        raise ConfigError(f"{error} ({name}); set CYGNET_GCACHE_TOKEN if it wants a token") from None
+    except FAILURES as error:
+        raise ConfigError(f"gcache server {name} does not answer ({error}); is it running there?") from None
 
 
 def _flags(

@@ -8,14 +8,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cygnet.base.errors import ConfigError, CygnetError
 from cygnet.gcache.arena import Entry
 from cygnet.gcache.limits import MAX_FRAME_BYTES
+from cygnet.gcache.membership import View
 from cygnet.gcache.protocol import (
     ANY,
+    CHANGES,
     EVERYTHING,
+    PLACED,
     REQUEST_MAGIC,
     SUMS_FOLLOW,
     TOUCH,
+    UNDO,
     FrameHead,
     Got,
     Item,
@@ -30,6 +35,7 @@ from cygnet.gcache.protocol import (
     pack_gots,
     pack_viewed,
     unpack_keys,
+    unpack_number,
     unpack_puts,
     unpack_view,
     unpack_wants,
@@ -37,6 +43,7 @@ from cygnet.gcache.protocol import (
 from cygnet.gcache.quick import pack_got_one, pack_viewed_one, unpack_one
 from cygnet.gcache.record import CHUNK_BYTES, checksums, chunk_seed, num_chunks, pack_sums
 from cygnet.gcache.runtime.cache import Cache
+from cygnet.gcache.runtime.cluster import Cluster
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
 from cygnet.gcache.runtime.uploads import Upload, Uploads
 from cygnet.gcache.runtime.watchdog import Watchdog
@@ -63,8 +70,9 @@ class Service:
     info: ServerInfo
     token: str
     """Empty: everyone may."""
-    epoch: int
-    """0: no member of a cluster, requests of any epoch are answered."""
+    cluster: Cluster
+    drain: Callable[[str, bool], View]
+    """Have a server of the cluster drained, or kept. Raises `CygnetError`."""
     stats: Callable[[], dict[str, object]]
 
 
@@ -89,6 +97,9 @@ class Connection:
             Op.VIEW: self._view,
             Op.STAT: self._stat,
             Op.AUDIT: self._audit,
+            Op.MEMBERS: self._members,
+            Op.ADOPT: self._adopt,
+            Op.DRAIN: self._drain_server,
         }
 
     def run(self) -> None:
@@ -123,10 +134,10 @@ class Connection:
                 raise ProtocolError(f"unknown operation {head.op}")
             if head.body_bytes and head.op != Op.PUT:
                 raise ProtocolError(f"operation {head.op} has no body")
-            if head.epoch and self._service.epoch and head.epoch != self._service.epoch:
-                self._wrong_epoch(head)
-            else:
+            if not self._service.cluster.name or head.op not in PLACED:
                 handler(head, meta, deadline)
+            else:
+                self._in_epoch(handler, head, meta, deadline)
         except ProtocolError as error:
             self._refuse(head.op, head.request_id, Status.BAD_REQUEST, str(error))
         except DeniedError as error:
@@ -134,7 +145,7 @@ class Connection:
 
     def _refuse(self, op: int, request_id: int, status: Status, why: str) -> None:
         self._wire.arm(time.monotonic() + 1.0)
-        self._wire.send([pack_answer(op, request_id, why.encode(), status=status, epoch=self._service.epoch)])
+        self._wire.send([pack_answer(op, request_id, why.encode(), status=status, epoch=self._service.cluster.epoch)])
         raise PeerClosedError(why)
 
     def _answer(
@@ -148,16 +159,46 @@ class Connection:
             meta,
             status=status,
             count=head.count,
-            epoch=self._service.epoch,
+            epoch=self._service.cluster.epoch,
             body_bytes=sum(map(len, body)),
         )
         wire.send([packed, *body])
 
     # --- frames without values
 
-    def _wrong_epoch(self, head: FrameHead) -> None:
+    def _in_epoch(
+        self, handler: Callable[[FrameHead, bytes, float], None], head: FrameHead, meta: bytes, deadline: float
+    ) -> None:
+        """In a cluster: do it if the request is of this server's epoch."""
+        cluster = self._service.cluster
+        if head.op not in CHANGES and cluster.answers(head.epoch):
+            handler(head, meta, deadline)
+            return
+        with cluster.changing(head.epoch) as welcome:
+            if welcome:
+                handler(head, meta, deadline)
+                return
         self._drain(head.body_bytes)
-        self._answer(head, status=Status.WRONG_EPOCH)
+        self._answer(head, cluster.encoded, status=Status.WRONG_EPOCH)
+
+    def _members(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        known, _ = unpack_number(meta)
+        cluster = self._service.cluster
+        self._answer(head, cluster.encoded if cluster.epoch > known else b"")
+
+    def _adopt(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        try:
+            self._service.cluster.adopt_encoded(meta)
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from None
+        self._answer(head)
+
+    def _drain_server(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        try:
+            answer = msgspec.json.encode(self._service.drain(meta.decode(errors="replace"), bool(head.code & UNDO)))
+        except CygnetError as error:
+            answer = str(error).encode()
+        self._answer(head, answer)
 
     def _hello(self, head: FrameHead, meta: bytes, deadline: float) -> None:
         try:
@@ -247,7 +288,7 @@ class Connection:
     def _answer_quickly(self, frame: memoryview) -> bool:
         """Answer a frame about one object that is in memory; `False` leaves it to the general way."""
         asked = unpack_one(frame) if self._known else None
-        if asked is None or (asked.epoch and self._service.epoch not in (0, asked.epoch)):
+        if asked is None or not self._service.cluster.answers(asked.epoch):
             return False
         cache, wire = self._cache, self._wire
         if asked.op == Op.VIEW:
@@ -259,7 +300,7 @@ class Connection:
             where = (entry.slot, offset, entry.value_bytes, entry.stamp, lease)
             wire.drop()
             wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
-            wire.send_bytes(pack_viewed_one(asked.request_id, self._service.epoch, *where))
+            wire.send_bytes(pack_viewed_one(asked.request_id, self._service.cluster.epoch, *where))
             return True
         held = cache.memory.acquire_now(asked.key, asked.value_bytes)
         if held is None:
@@ -268,7 +309,7 @@ class Connection:
             wire.drop()
             wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
             checksum = int.from_bytes(cache.arena.sums(held, 0, 1), "little")
-            head = pack_got_one(asked.request_id, self._service.epoch, held.value_bytes, held.version, checksum)
+            head = pack_got_one(asked.request_id, self._service.cluster.epoch, held.value_bytes, held.version, checksum)
             wire.send([head, cache.arena.value(held)])
         finally:
             cache.memory.release([held])
@@ -301,7 +342,8 @@ class Connection:
         sums_bytes = 8 * sum(put.num_chunks for put in puts) if late else 0
         if sum(put.body_bytes for put in puts) + sums_bytes != head.body_bytes:
             raise ProtocolError("a PUT whose body is not as long as its objects")
-        if len(puts) > 1 and not late and head.body_bytes <= SINK_BYTES and not any(put.upload for put in puts):
+        special = late or any(put.upload or put.keep for put in puts)
+        if len(puts) > 1 and not special and head.body_bytes <= SINK_BYTES:
             self._answer(head, bytes(self._put_small(puts, head.body_bytes, deadline)))
             return
         arriving: list[_Arriving] = []
@@ -350,8 +392,10 @@ class Connection:
         return items
 
     def _place(self, put: Put, deadline: float) -> "Entry | Upload | Item":
+        if put.keep and self._cache.exists(put.key, None, touch=False):
+            return Item.OK
         if not put.upload:
-            return self._cache.reserve(put.key, put.value_bytes, put.ttl_ms, deadline)
+            return self._cache.reserve(put.key, put.value_bytes, put.ttl_ms, deadline, put.root)
         return self._service.uploads.begin_slice(put, deadline)
 
     def _pieces(self, one: "_Arriving") -> list[Piece]:
@@ -380,7 +424,7 @@ class Connection:
             if isinstance(place, Upload):
                 item = self._service.uploads.end_slice(place, put, sums if whole else None, deadline)
             elif whole:
-                item = self._cache.commit(place, sums, deadline)
+                item = (self._cache.commit_new if put.keep else self._cache.commit)(place, sums, deadline)
             else:
                 self._cache.abandon(place)
                 item = Item.TORN

@@ -70,6 +70,23 @@ class DiskTier:
         """Store records, side by side. One that is there is not written again."""
         return self._store.batch_put([disk_key(key) for key in keys], records, timeout_s=timeout_s)
 
+    def names(self) -> list[ObjectKey]:
+        """What all records are called on the disk; each tells its own key."""
+        return self._store.keys()
+
+    def name_of(self, key: bytes) -> ObjectKey:
+        """What an object's record is called."""
+        return disk_key(key)
+
+    def read_named(self, name: ObjectKey, timeout_s: float) -> memoryview | Outcome:
+        """The record of that name, in memory of its own; otherwise why not."""
+        length = self._store.lengths([name])[0]
+        if length is None:
+            return Outcome.MISS
+        record = memoryview(bytearray(length))
+        outcome = self._store.batch_get_into([name], [record], timeout_s=timeout_s)[0]
+        return record if outcome is Outcome.OK else outcome
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keep these: they are in use."""
         self._store.touch([disk_key(key) for key in keys])

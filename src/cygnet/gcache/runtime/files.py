@@ -24,6 +24,7 @@ from xxhash import xxh3_128_digest
 from cygnet.base.errors import ConfigError
 from cygnet.gcache.record import CHUNK_BYTES, full_key
 from cygnet.gcache.runtime.client import GCacheClient
+from cygnet.gcache.runtime.connect import connect
 from cygnet.gcache.runtime.store import parse_spec
 from cygnet.kv.store import Outcome
 
@@ -75,7 +76,7 @@ class GCacheFileSystem(AbstractFileSystem):
         **storage_options: Any,
     ) -> None:
         super().__init__(**storage_options)
-        self._client = client or GCacheClient(parse_spec(servers.removeprefix("gcache:")))
+        self._client = client or connect(parse_spec(servers.removeprefix("gcache:")))
         self._timeout_s = timeout_s
         self._namespace = namespace.encode()
         self._backing: AbstractFileSystem | None = None

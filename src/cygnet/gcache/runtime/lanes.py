@@ -16,6 +16,7 @@ import numpy as np
 from cygnet.gcache.protocol import (
     ANY,
     OUTCOMES,
+    ROUTED,
     SUMS_FOLLOW,
     Got,
     Item,
@@ -24,6 +25,7 @@ from cygnet.gcache.protocol import (
     Put,
     Viewed,
     Want,
+    pack_number,
     pack_puts,
     pack_view,
     pack_wants,
@@ -219,6 +221,8 @@ class PutFrame:
 
     parts: list[Part]
     ttl_ms: int = 0
+    root: int = 0
+    """Place of their root (`placement.root_place`); 0: they have none."""
     request_id: int = 0
 
     def send(self, channel: Channel) -> None:
@@ -229,13 +233,12 @@ class PutFrame:
             Put(part.key, part.value_bytes, own, part.first_chunk, part.num_chunks, self.ttl_ms, part.upload)
             for part, own in zip(self.parts, sums, strict=True)
         ]
+        meta = (pack_number(self.root) if self.root else b"") + pack_puts(puts)
+        flags = (ROUTED if self.root else 0) | (SUMS_FOLLOW if late else 0)
+        more = 8 * sum(put.num_chunks for put in puts) if late else 0
+        self.request_id = channel.send(Op.PUT, meta, count=len(puts), flags=flags, body=body, more_body_bytes=more)
         if not late:
-            self.request_id = channel.send(Op.PUT, pack_puts(puts), count=len(puts), body=body)
             return
-        more = 8 * sum(put.num_chunks for put in puts)
-        self.request_id = channel.send(
-            Op.PUT, pack_puts(puts), count=len(puts), flags=SUMS_FOLLOW, body=body, more_body_bytes=more
-        )
         # The server has not yet taken in all of it.
         channel.wire.send_bytes(b"".join(map(self._sums, self.parts)))
 

@@ -11,13 +11,16 @@ from pathlib import Path
 from cygnet.base.errors import ConfigError
 from cygnet.gcache import resp
 from cygnet.gcache.limits import Limits
+from cygnet.gcache.membership import Server as ClusterServer
 from cygnet.gcache.protocol import PROTOCOL_VERSION, Op, Status, pack_answer
 from cygnet.gcache.runtime.cache import Cache
+from cygnet.gcache.runtime.cluster import Cluster
 from cygnet.gcache.runtime.connection import Connection, Service
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.greeting import ServerInfo
+from cygnet.gcache.runtime.node import ALONE, ClusterOptions, Node, no_cluster
 from cygnet.gcache.runtime.resp_connection import RespConnection
-from cygnet.gcache.runtime.shared_memory import ARENA, SOCKET, open_shared_memory
+from cygnet.gcache.runtime.shared_memory import ARENA, SOCKET, SharedMemory, open_shared_memory
 from cygnet.gcache.runtime.uploads import Uploads
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.version import __version__
@@ -48,7 +51,8 @@ class ServerOptions:
     """What clients must know; empty: nothing."""
     server_id: str = ""
     """Name in placement; default: HOST:PORT."""
-    epoch: int = 0
+    cluster: ClusterOptions | None = None
+    """None: it is alone."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -62,6 +66,8 @@ class Server:
         self.options = options
         if options.token and not options.token.isascii():
             raise ConfigError("the gcache token must be ASCII")
+        if options.cluster is not None and options.resp_port is not None:
+            raise ConfigError("a gcache server in a cluster serves no Redis clients: they know no owners of keys")
         self._tcp = _listen(options.host, options.port)
         self.port: int = self._tcp.getsockname()[1]
         try:
@@ -93,20 +99,25 @@ class Server:
         self._closing = False
         self._started = time.monotonic()
         self.refused = 0
+        name = options.server_id or f"{options.host}:{self.port}"
+        cluster = Cluster() if options.cluster is None else Cluster(options.cluster.name, name, folder)
+        uploads = Uploads(self.cache)
+        self._node = None if options.cluster is None else self._join(options.cluster, cluster, uploads, shared)
         self.service = Service(
             cache=self.cache,
-            uploads=Uploads(self.cache),
+            uploads=uploads,
             watchdog=Watchdog("gcache-watchdog"),
             info=ServerInfo(
                 version=PROTOCOL_VERSION,
-                server_id=options.server_id or f"{options.host}:{self.port}",
+                server_id=name,
                 incarnation=shared.incarnation.hex(),
                 arena=str(folder / ARENA),
                 socket=str(folder / SOCKET),
                 release=__version__,
             ),
             token=options.token,
-            epoch=options.epoch,
+            cluster=cluster,
+            drain=no_cluster if self._node is None else self._node.drain,
             stats=self.stats,
         )
         self._listeners = [
@@ -116,6 +127,23 @@ class Server:
         ]
         for listener in self._listeners:
             listener.start()
+        if self._node is not None:
+            try:
+                self._node.start()
+            except BaseException:
+                self.close()
+                raise
+
+    def _join(self, options: ClusterOptions, cluster: Cluster, uploads: Uploads, shared: SharedMemory) -> Node:
+        me = ClusterServer(
+            id=cluster.server_id,
+            host=options.host or self.options.host,
+            port=options.port or self.port,
+            incarnation=shared.incarnation.hex(),
+            group=options.group,
+            weight=options.weight,
+        )
+        return Node(options, cluster, self.cache, self._disk, uploads, server=me, token=self.options.token)
 
     def stats(self) -> dict[str, object]:
         """The cache's, and the server's own."""
@@ -127,6 +155,7 @@ class Server:
             "refused_connections": self.refused,
             "uploads": len(self.service.uploads),
             "arena_reused": self.cache.shared.reused,
+            **(ALONE if self._node is None else self._node.stats()),
             **self.cache.stats(),
         }
 
@@ -138,6 +167,8 @@ class Server:
                 return
             self._closing = True
             open_ = list(self._connections.values())
+        if self._node is not None:
+            self._node.close()
         for listener in filter(None, (self._tcp, self._unix, self._resp)):
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()

@@ -14,6 +14,7 @@ from cygnet.base.errors import ConfigError
 from cygnet.gcache.record import full_key
 from cygnet.gcache.runtime.channel import Address
 from cygnet.gcache.runtime.client import ClientOptions, GCacheClient
+from cygnet.gcache.runtime.connect import connect
 from cygnet.gcache.runtime.server import DEFAULT_PORT
 from cygnet.kv.store import (
     DEFAULT_TIMEOUT_S,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 TOKEN_VARIABLE = "CYGNET_GCACHE_TOKEN"
+ETCD = "etcd="
+"""What a list of servers begins with that is one of etcd endpoints."""
 CHECK_TIMEOUT_S = 5.0
 SERVER = re.compile(r"(?:(?P<id>[^@,\[\]]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:,\[\]]+))(?::(?P<port>\d{1,5}))?")
 
@@ -46,10 +49,18 @@ def parse_servers(text: str) -> tuple[Address, ...]:
     return tuple(servers)
 
 
+def options_of(servers: str, **more: object) -> ClientOptions:
+    """Options for `[ID@]HOST[:PORT],...` or `etcd=ENDPOINT,...`; the token comes from the environment."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if servers.startswith(ETCD):
+        return ClientOptions(etcd=servers.removeprefix(ETCD), token=token, **more)  # type: ignore[arg-type]
+    return ClientOptions(servers=parse_servers(servers), token=token, **more)  # type: ignore[arg-type]
+
+
 def parse_spec(text: str) -> ClientOptions:
-    """What `//SERVERS[?OPTION=VALUE&...]` means; the token comes from the environment. Raises `ConfigError`."""
+    """What `//SERVERS[?OPTION=VALUE&...]` means, SERVERS as in `options_of`. Raises `ConfigError`."""
     servers, _, query = text.removeprefix("//").partition("?")
-    types = {f.name: f.type for f in fields(ClientOptions) if f.name not in ("servers", "token")}
+    types = {f.name: f.type for f in fields(ClientOptions) if f.name not in ("servers", "etcd", "token")}
     options: dict[str, object] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in types:
@@ -58,16 +69,16 @@ def parse_spec(text: str) -> ClientOptions:
             if types[name] is bool:
                 options[name] = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
             else:
-                options[name] = float(value) if types[name] is float else int(value)
+                options[name] = types[name](value)  # type: ignore[operator]
         except (KeyError, ValueError):
             raise ConfigError(f"gcache option {name}={value!r} can't be read") from None
-    return ClientOptions(servers=parse_servers(servers), token=os.environ.get(TOKEN_VARIABLE, ""), **options)  # type: ignore[arg-type]
+    return options_of(servers, **options)
 
 
 @STORES.register("gcache")
 def open_gcache_store(text: str) -> "GCacheStore":
-    """Open `//HOST:PORT,...[?timeout_s=0.5]`. All servers must answer once, at the beginning."""
-    client = GCacheClient(parse_spec(text))
+    """Open `//HOST:PORT,...[?timeout_s=0.5]` or `//etcd=HOST:PORT,...`. All servers must answer at the beginning."""
+    client = connect(parse_spec(text))
     try:
         client.check(timeout_s=CHECK_TIMEOUT_S)
     except ConfigError:

@@ -76,7 +76,8 @@ class Uploads:
                 self._uploads.pop((put.upload, put.key), None)
         self._cache.memory.release([upload.entry])
         if done:
-            return self._cache.commit(upload.entry, complete, deadline)
+            commit = self._cache.commit_new if put.keep else self._cache.commit
+            return commit(upload.entry, complete, deadline)
         if upload.over:
             if not was_over:
                 self._cache.abandon(upload.entry)
@@ -95,7 +96,7 @@ class Uploads:
             self._cache.abandon(upload.entry)
 
     def _begin(self, name: Name, put: Put, deadline: float) -> Upload | Item:
-        entry = self._cache.reserve(put.key, put.value_bytes, put.ttl_ms, deadline)
+        entry = self._cache.reserve(put.key, put.value_bytes, put.ttl_ms, deadline, put.root)
         if isinstance(entry, Item):
             return entry
         until = time.monotonic() + self._cache.limits.upload_timeout_s

@@ -58,6 +58,11 @@ class Catalogue:
     def __contains__(self, key: ObjectKey) -> bool:
         return key in self._first
 
+    def keys(self) -> list[ObjectKey]:
+        """All keys."""
+        with self._lock:
+            return list(self._first)
+
     def segments(self) -> list[Segment]:
         """All known segments."""
         with self._lock:

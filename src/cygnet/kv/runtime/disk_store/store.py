@@ -131,6 +131,11 @@ class DiskStore:
             found = self._catalogue.find(keys)
             return [None if place is None else place[0].lengths[place[1]] for place in found]
 
+    def keys(self) -> list[ObjectKey]:
+        """All objects there are, in no particular order. From memory."""
+        with self._call() as open_:
+            return self._catalogue.keys() if open_ else []
+
     def batch_get_into(
         self, keys: Sequence[ObjectKey], buffers: "Sequence[Buffer]", *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Outcome]:
