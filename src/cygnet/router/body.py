@@ -34,6 +34,7 @@ class Body(msgspec.Struct):
     instructions: msgspec.Raw = msgspec.Raw()
     user: msgspec.Raw = msgspec.Raw()
     prompt_cache_key: msgspec.Raw = msgspec.Raw()
+    cache_salt: msgspec.Raw = msgspec.Raw()
     priority: msgspec.Raw = msgspec.Raw()
 
 

@@ -5,6 +5,8 @@ Keys are chained hashes over the prompt's JSON text, cut in blocks of `block_byt
 
     key[i] = xxh3(text[i * block_bytes : (i + 1) * block_bytes], seed = key[i - 1])       key[-1] = xxh3(model, tenant)
 
+The tenant is the caller's key, where keys are to be kept apart, and the body's `cache_salt`, by which engines do.
+
 Beyond `FINE_BLOCKS` blocks a key covers `COARSE` of them, and the blocks in between have the key before it: there a
 match may be up to `COARSE - 1` blocks too long, and a prompt of 1M tokens is read in a third of the time.
 
@@ -66,9 +68,7 @@ _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
 
 
-def read_prompt(
-    body: bytes | bytearray, settings: KeySettings, tenant: bytes = b"", session: bytes = b""
-) -> Prompt:
+def read_prompt(body: bytes | bytearray, settings: KeySettings, tenant: bytes = b"", session: bytes = b"") -> Prompt:
     """Read a JSON body; `session` from a header goes before what the body says. O(bytes).
 
     Raises `InvalidRequestError` when the body is seen not to be a JSON object (see `read_body`).
@@ -78,6 +78,7 @@ def read_prompt(
         model = _text(fields.model)
         session = session or (_text(fields.prompt_cache_key) or _text(fields.user)).encode()
         priority = _priority(fields.priority)
+        tenant += _text(fields.cache_salt).encode()
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
     pieces = _pieces(fields, settings)

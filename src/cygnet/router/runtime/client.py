@@ -171,7 +171,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _place_rest(self) -> None:
         """Receive the rest of a long body without the parser, which would copy it."""
-        rest = self._length - sum(map(len, self._body))
+        rest = self._length - sum(len(piece) for piece in self._body)
         if self._in_head or rest < LONG_REST or self._refusal is not None or self._discarding:
             return
         assert self._transport is not None
@@ -179,7 +179,7 @@ class ClientConnection(asyncio.Protocol):
         for piece in self._body:
             body[filled : filled + len(piece)] = piece
             filled += len(piece)
-        self._body = []
+        self._body.clear()
         self._follow(_BodyReader(self, body, filled))
 
     def _follow(self, protocol: asyncio.BaseProtocol) -> None:

@@ -40,12 +40,6 @@ class Exchange:
     Once a byte has been sent on, a failure breaks the connection off, so that the caller sees it.
     """
 
-    __slots__ = (
-        "_proxy", "_client", "_loop", "_request", "_key", "_upstream", "_head", "_chunked", "_started", "_paused",
-        "_sent_bytes", "prompt", "lease_id", "request_id", "began", "first_byte", "deadline", "done", "tried",
-        "attempts", "worker", "cost", "matched_tokens",
-    )  # fmt: skip
-
     def __init__(
         self,
         proxy: "Proxy",

@@ -200,7 +200,9 @@ class WorkerPool:
         self._connecting: dict[Receiver, asyncio.Task[None]] = {}
         self._retired = False
 
-    def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, *, fresh: bool = False) -> UpstreamConnection | None:
+    def send(
+        self, receiver: Receiver, head: bytes, body: bytes | bytearray, *, fresh: bool = False
+    ) -> UpstreamConnection | None:
         """Send a request, on an idle connection if there is one and `fresh` is not asked for.
 
         Returns the connection, or `None` when one is being made; then `receiver.connected` is told it.
