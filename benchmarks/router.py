@@ -1,5 +1,5 @@
-"""What the router costs: CPU per request, added latency, long bodies; beside no router at all and nginx; and how good
-its index is.
+"""What the router costs: CPU per request, added latency, long bodies; beside no router at all, nginx, and the routers
+of other projects that `python benchmarks/peers.py routers` has installed; and how good its index is.
 
 Mock workers, the load and the router are processes of their own on one machine; with two CPUs or more the router has
 one to itself. CPU per request is user + system time of the router's processes over the requests served, and the
@@ -22,7 +22,17 @@ from typing import Any
 
 from provenance import environment
 from router_index import decisions, replay
-from router_targets import LOAD_CPU, cpu_seconds, free_port, pinned, process, target, wait_for
+from router_targets import (
+    LOAD_CPU,
+    PEER_ROUTERS,
+    cpu_seconds,
+    free_port,
+    peer_binary,
+    pinned,
+    process,
+    target,
+    wait_for,
+)
 
 HERE = Path(__file__).parent
 LOAD = str(HERE / "router_load.py")
@@ -82,6 +92,7 @@ def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float
             names.append("cygnet redis")
         if shutil.which("nginx"):
             names.insert(1, "nginx")
+        names += [name for name in PEER_ROUTERS if peer_binary(name).exists()]
         names = [name for name in names if not only or name in only]
         for port in workers:
             wait_for(port)
@@ -155,7 +166,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     parser.add_argument("--check", action="store_true", help="compare with targets.toml; exit 1 on a miss")
-    parser.add_argument("--only", nargs="*", default=[], help="of direct, nginx, cygnet rr, cygnet, cygnet redis")
+    parser.add_argument("--only", nargs="*", default=[], help="of direct, nginx, cygnet, ...")
     parser.add_argument("--traces", type=Path, help="folder of request traces, for the hit rate of the index")
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(), "quick": args.quick}

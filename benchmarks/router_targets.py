@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PEERS = Path(__file__).parent.parent / ".peers"
+PEER_ROUTERS = ("sglang-router", "smg", "vllm-router")
+"""Those that `peers.py` installs, with their own cache-aware policy."""
+
 TICKS = os.sysconf("SC_CLK_TCK")
 ROUTER_CPU, LOAD_CPU = 0, 1
 
@@ -80,6 +84,11 @@ http {{
 """
 
 
+def peer_binary(name: str) -> Path:
+    """Where `peers.py` puts a peer's program."""
+    return PEERS / name / "bin" / name
+
+
 @contextmanager
 def target(name: str, workers: list[int], redis_port: int | None, folder: Path) -> Iterator[tuple[int, int | None]]:
     """Port to send to, and the pid whose CPU counts."""
@@ -94,6 +103,11 @@ def target(name: str, workers: list[int], redis_port: int | None, folder: Path) 
         conf = own / "nginx.conf"
         conf.write_text(NGINX.format(folder=own, port=port, servers=servers))
         command = ["nginx", "-p", str(own), "-c", str(conf)]
+    elif name in PEER_ROUTERS:
+        command = [str(peer_binary(name)), *(["launch"] if name == "sglang-router" else [])]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        command += ["--policy", "cache_aware", "--api-key", "key", "--max-payload-size", str(64 << 20)]
+        command += ["--worker-urls", *(f"http://127.0.0.1:{worker}" for worker in workers)]
     else:
         command = [sys.executable, "-m", "cygnet.cli.main", "router", "--port", str(port), "--api-key", "key"]
         command += ["--policy", "round_robin" if name == "cygnet rr" else "cache_aware"]
@@ -101,7 +115,8 @@ def target(name: str, workers: list[int], redis_port: int | None, folder: Path) 
             command += ["--worker", f"http://127.0.0.1:{worker}"]
         if name == "cygnet redis":
             command += ["--redis", f"redis://127.0.0.1:{redis_port}"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet["env"] = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1"}  # peers would look for a tokenizer there
     with process(command, ROUTER_CPU, **quiet) as child:
-        wait_for(port, "/v1/models" if name == "nginx" else "/ready")
+        wait_for(port, "/v1/models" if name == "nginx" else "/health" if name in PEER_ROUTERS else "/ready")
         yield port, child.pid
