@@ -137,6 +137,13 @@ async def test_a_worker_that_goes_away_is_not_asked() -> None:
         assert workers[1].url in router.proxy.followers.views
 
 
+async def test_a_follower_does_not_hold_up_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "QUIET_S", 1000.0)
+    async with fleet(1) as (workers, _):
+        workers[0].server.stop()
+        await asyncio.wait_for(asyncio.shield(workers[0].task), 20)
+
+
 async def test_following_can_be_switched_off() -> None:
     async with serving(fake_engine()) as worker, routing([], workers__urls=(worker.url,), cache__kv_events=False) as r:
         await complete(r, "hello " * 100)

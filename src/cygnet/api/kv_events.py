@@ -117,19 +117,21 @@ class KVEvents:
         follower = _Follower()
         follower.put(frame(Greeting(FORMAT, ready.block_size, ready.geometry, ready.rebuild)))
         self._followers.add(follower)
+        draining = asyncio.create_task(self._lifecycle.draining.wait())
         try:
             headers = [(b"content-type", b"application/octet-stream"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._engine.watch_cache(self._told)
-            while not follower.lagging and not self._lifecycle.draining.is_set() and self._engine.healthy:
+            while not follower.lagging and not draining.done() and self._engine.healthy:
+                news = asyncio.create_task(follower.news.wait())
                 try:
-                    await asyncio.wait_for(follower.news.wait(), QUIET_S)
-                except TimeoutError:
-                    await self._send(send, bytes(4))
-                else:
-                    await self._send(send, follower.take())
+                    await asyncio.wait([news, draining], timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    news.cancel()
+                await self._send(send, follower.take() or bytes(4))
             await self._send(send, b"", more=False)
         finally:
+            draining.cancel()
             self._followers.discard(follower)
             if not self._followers:
                 self._names.clear()
