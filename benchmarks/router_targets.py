@@ -104,7 +104,7 @@ def target(name: str, workers: list[int], redis_port: int | None, folder: Path) 
         conf.write_text(NGINX.format(folder=own, port=port, servers=servers))
         command = ["nginx", "-p", str(own), "-c", str(conf)]
     elif name in PEER_ROUTERS:
-        command = [str(peer_binary(name)), *(["launch"] if name == "sglang-router" else [])]
+        command = [str(peer_binary(name)), *([] if name == "vllm-router" else ["launch"])]
         command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
         command += ["--policy", "cache_aware", "--api-key", "key", "--max-payload-size", str(64 << 20)]
         command += ["--worker-urls", *(f"http://127.0.0.1:{worker}" for worker in workers)]

@@ -167,8 +167,9 @@ async def test_a_follower_that_lags_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
     lagging, keeping_up = (asyncio.ensure_future(endpoint._follow(send)) for send in (slow, quick))
     await until(lambda: [f.sequence for f in endpoint._followers] == [0, 0])  # both have been told the whole
     for number in range(1, 100):
-        endpoint._told(CacheChanged(number, False, [(0, b"k" * 16, b"p" * 16)] * 1000, []))
-        await until(lambda before=number * 30_000: sent > before)
+        told, before = CacheChanged(number, False, [(0, b"k" * 16, b"p" * 16)] * 1000, []), sent
+        endpoint._told(told)
+        await until(lambda before=before, size=len(kv_events.frame(told)): sent >= before + size)
         assert all(follower.waiting_bytes < 300_000 for follower in endpoint._followers if not follower.lagging)
     held.set()
     await asyncio.wait_for(lagging, 20)
