@@ -236,11 +236,14 @@ def test_a_whole_fleet_answers_survives_a_death_and_ends(tmp_path: Path) -> None
                     await asyncio.sleep(0.1)
             return found[1]
 
-        def get(url: str, body: Any = None) -> Any:
+        def read(url: str, body: Any = None) -> str:
             data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.loads(answer.read())
+                return str(answer.read().decode())
+
+        def get(url: str, body: Any = None) -> Any:
+            return json.loads(read(url, body))
 
         try:
             url = await wait_for(r"ready: (http://\S+)/v1")
@@ -248,6 +251,10 @@ def test_a_whole_fleet_answers_survives_a_death_and_ends(tmp_path: Path) -> None
             name = (await asyncio.to_thread(get, f"{url}/v1/models"))["data"][0]["id"]
             ask = {"model": name, "prompt": "hello " * 40, "max_tokens": 4, "temperature": 0}
             first = await asyncio.to_thread(get, f"{url}/v1/completions", ask)
+            blocks = r"cygnet:router_kv_blocks\{worker=\S+\} [1-9]"  # the router hears what the server has cached
+            async with asyncio.timeout(60):
+                while not re.search(blocks, await asyncio.to_thread(read, f"{url}/metrics")):
+                    await asyncio.sleep(0.1)
             parts = (await asyncio.to_thread(get, f"{at}/status"))["parts"]
             assert [p["state"] for p in parts] == ["ready"] * 3
             os.kill(parts[0]["pid"], signal.SIGKILL)

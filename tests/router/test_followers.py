@@ -167,9 +167,10 @@ async def test_a_follower_that_lags_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
     lagging, keeping_up = (asyncio.ensure_future(endpoint._follow(send)) for send in (slow, quick))
     await until(lambda: [f.sequence for f in endpoint._followers] == [0, 0])  # both have been told the whole
     for number in range(1, 100):
-        told, before = CacheChanged(number, False, [(0, b"k" * 16, b"p" * 16)] * 1000, []), sent
+        told = CacheChanged(number, False, [(0, b"k" * 16, b"p" * 16)] * 1000, [])
+        expected = sent + len(kv_events.frame(told))
         endpoint._told(told)
-        await until(lambda before=before, size=len(kv_events.frame(told)): sent >= before + size)
+        await until(lambda expected=expected: sent >= expected)
         assert all(follower.waiting_bytes < 300_000 for follower in endpoint._followers if not follower.lagging)
     held.set()
     await asyncio.wait_for(lagging, 20)
