@@ -30,6 +30,8 @@ from cygnet.router.ladder import MAX_BLOCKS
 FINE_BLOCKS = 256
 COARSE = 4
 
+_QUOTE = ord('"')
+
 _VOLATILE_SPAN = 4096
 """Characters of a system prompt in which a volatile header is looked for."""
 
@@ -76,9 +78,11 @@ def read_prompt(body: bytes | bytearray, settings: KeySettings, tenant: bytes = 
     try:
         fields = read_body(body)
         model = _text(fields.model)
-        session = session or (_text(fields.prompt_cache_key) or _text(fields.user)).encode()
-        priority = _priority(fields.priority)
-        tenant += _text(fields.cache_salt).encode()
+        if not session and (fields.prompt_cache_key or fields.user):
+            session = (_text(fields.prompt_cache_key) or _text(fields.user)).encode()
+        priority = _priority(fields.priority) if fields.priority else 0
+        if fields.cache_salt:
+            tenant += _text(fields.cache_salt).encode()
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
     pieces = _pieces(fields, settings)
@@ -102,11 +106,12 @@ def _seed(model: str, tenant: bytes) -> int:
 
 def _text(raw: msgspec.Raw) -> str:
     """A string field; empty when it is absent or no string."""
-    return str(_decode_any(raw)) if raw and memoryview(raw)[:1] == b'"' else ""
+    value = _decode_any(raw) if raw and memoryview(raw)[0] == _QUOTE else ""
+    return value if isinstance(value, str) else ""
 
 
 def _priority(raw: msgspec.Raw) -> int:
-    value = _decode_any(raw) if 0 < len(raw) <= 20 else 0
+    value = _decode_any(raw) if len(raw) <= 20 else 0
     return max(-1000, min(1000, value)) if isinstance(value, int) else 0
 
 
