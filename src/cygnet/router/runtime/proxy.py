@@ -87,6 +87,7 @@ class Proxy:
         self._queues: dict[str, AdmissionQueue] = {}
         self._queued_at: dict[str, float] = {}
         self._trying: set[str] = set()
+        self._arrived: list[Exchange] = []
         self._pumping = False
         self._session_header = config.routing.session_header.lower().encode()
         self._random = Random()
@@ -148,7 +149,16 @@ class Proxy:
         exchange = Exchange(self, connection, request, prompt, key, lease_id, _request_id(request, lease_id))
         connection.serve(exchange)
         self.exchanges[lease_id] = exchange
-        self.place(exchange)
+        if not self._arrived:
+            self.loop.call_soon(self._place_arrived)
+        self._arrived.append(exchange)
+
+    def _place_arrived(self) -> None:
+        """Place what came in during one turn of the loop: the same code for all, one after the other, is quicker."""
+        arrived, self._arrived = self._arrived, []
+        for exchange in arrived:
+            if not exchange.done:
+                self.place(exchange)
 
     def _read(self, request: HttpRequest, key: bytes) -> Prompt:
         kind = request.header(b"content-type")
