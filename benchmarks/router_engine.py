@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=["round_robin", "least_loaded", "cache_aware"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     args = parser.parse_args()
-    sessions, turns = (6, 3) if args.quick else (16, 6)
+    sessions, turns = (7, 4) if args.quick else (15, 6)
     report: dict[str, Any] = {"environment": environment(), "sessions": sessions, "turns": turns, "policies": {}}
     print(f"{'policy':14}{'hit':>8}{'input tok/s':>13}{'TTFT p50 s':>12}{'p90 s':>8}")
     for policy in args.policies:
