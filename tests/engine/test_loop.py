@@ -35,6 +35,9 @@ class RestingEngine:
         self.flushes += 1
         return FlushReport(7, 2)
 
+    def take_cache_changes(self) -> None:
+        return None
+
     def stats(self) -> EngineStats:
         return EngineStats(steps_total=7)
 

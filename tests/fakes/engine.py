@@ -12,7 +12,18 @@ import msgspec
 from cygnet.base.cache_report import CacheReport, FlushReport, PoolReport, SequenceReport
 from cygnet.base.errors import EngineDeadError, QueueFullError
 from cygnet.base.geometry import GroupGeometry, KVGeometry
-from cygnet.base.messages import AddRequest, EngineReady, EngineStats, PoolStats, PositionLogprobs, RequestOutput
+from cygnet.base.ids import BlockKey
+from cygnet.base.messages import (
+    AddRequest,
+    CacheChanged,
+    EngineReady,
+    EngineStats,
+    PoolStats,
+    PositionLogprobs,
+    RequestOutput,
+)
+from cygnet.base.residency import ADDED, REMOVED, WINDOW_GONE, WINDOW_LIVE, CacheChange, PromptCached
+from cygnet.kv.hashing import extend_keys, root_key
 
 BLOCK = 4
 Reply = Callable[[AddRequest], Sequence[int]]
@@ -58,6 +69,18 @@ def _starts(prefix: Prefix) -> list[Prefix]:
     """What `prefix` goes on from."""
     salt, ids = prefix
     return [(salt, ids[:end]) for end in range(BLOCK, len(ids), BLOCK)]
+
+
+def _key(prefix: Prefix) -> bytes:
+    salt, ids = prefix
+    keys: list[BlockKey] = []
+    extend_keys(keys, root_key("fake", salt), ids, BLOCK, len(ids))
+    return keys[-1]
+
+
+def _added(prefix: Prefix) -> list[CacheChange]:
+    before = _starts(prefix)
+    return [(ADDED, _key(prefix), _key(before[-1]) if before else b""), (WINDOW_LIVE, _key(prefix), b"")]
 
 
 def _describe(salt: str, ids: tuple[int, ...]) -> SequenceReport:
@@ -123,6 +146,8 @@ class FakeEngine:
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
         self.flushes = 0
+        self._listener: Callable[[CacheChanged], None] | None = None
+        self._sequence = 0
 
     # -- EngineClient ------------------------------------------------------------------------------------------------
 
@@ -168,6 +193,8 @@ class FakeEngine:
             raise EngineDeadError("the engine is not running")
         self.flushes += 1
         dropped = len(self._prefixes)
+        for prefix in sorted(self._prefixes, key=lambda prefix: -len(prefix[1])):
+            self._tell([(WINDOW_GONE, _key(prefix), b""), (REMOVED, _key(prefix), b"")])
         self._prefixes.clear()
         return FlushReport(dropped, 0, store=store and "store" in self._ready.tiers)
 
@@ -195,6 +222,18 @@ class FakeEngine:
             num_sequences=len(ends),
             sequences=tuple(_describe(salt, ids) for salt, ids in ends[:limit]),
         )
+
+    def watch_cache(self, listener: Callable[[CacheChanged], None] | None) -> None:
+        self._listener = listener
+        if listener is not None:
+            whole = [change for prefix in sorted(self._prefixes, key=lambda p: len(p[1])) for change in _added(prefix)]
+            asyncio.get_running_loop().call_soon(listener, CacheChanged(self._sequence, True, whole, []))
+
+    def _tell(self, changes: list[CacheChange], prompts: Sequence[PromptCached] = ()) -> None:
+        if self._listener is not None and (changes or prompts):
+            self._sequence += 1
+            message = CacheChanged(self._sequence, False, changes, list(prompts))
+            asyncio.get_running_loop().call_soon(self._listener, message)
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         self._alive = False
@@ -274,7 +313,13 @@ class FakeEngine:
         for end in range(BLOCK, len(ids), BLOCK):
             if (request.cache_salt, ids[:end]) in self._prefixes and cached == end - BLOCK:
                 cached = end
-        self._prefixes.update((request.cache_salt, ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK))
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            prefix = (request.cache_salt, ids[:end])
+            if prefix not in self._prefixes:
+                self._prefixes.add(prefix)
+                self._tell(_added(prefix))
+        if whole := len(ids) // BLOCK * BLOCK:
+            self._tell([], [(request.request_id, len(ids), _key((request.cache_salt, ids[:whole])))])
         return cached
 
     def _count(self, **amounts: int) -> None:

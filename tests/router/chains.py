@@ -1,9 +1,15 @@
-"""Chains of block keys from lists of numbers."""
+"""Block keys for tests of what comes after them."""
 
-from cygnet.router.prompt import chain_keys
+from array import array
+from collections.abc import Iterable
+
+from xxhash import xxh3_64_intdigest
 
 
-def chain_of(words: list[int]) -> bytes:
-    """A chain whose key at depth d depends on the first d words."""
-    text = b"".join(word.to_bytes(4, "little") for word in words)
-    return chain_keys([memoryview(text)], 7, 4)
+def chain_of(words: Iterable[int]) -> bytes:
+    """The chain of a prompt of one block per word."""
+    keys, key = array("Q"), 7
+    for word in words:
+        key = xxh3_64_intdigest(word.to_bytes(4, "little"), key)
+        keys.append(key)
+    return keys.tobytes()

@@ -19,7 +19,7 @@ QUICK = {
     "server.access_log": False,
     "server.drain_s": 5.0,
     "workers.probe_s": 0.1,
-    "workers.probe_timeout_s": 1.0,
+    "workers.probe_timeout_s": 20.0,
     "workers.probe_failures": 2,
     "workers.connect_s": 1.0,
 }
@@ -74,7 +74,7 @@ async def routing(workers: list[MockWorker], *, wait: bool = True, **options: An
         await asyncio.wait_for(task, 10)
 
 
-async def until(condition: Callable[[], Any], limit_s: float = 10) -> None:
+async def until(condition: Callable[[], Any], limit_s: float = 30) -> None:
     """Poll until `condition()`."""
     end = time.monotonic() + limit_s
     while not condition():

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from msgspec import structs
 
 from cygnet.router.policies import POLICIES, Ask, Weights
 from cygnet.router.scoring import Candidate, Plan
@@ -205,6 +206,30 @@ class StateContract:
         assert (await fix.placed([1] * 5, plan)).matched_tokens == 50, "used since"
         await fix.sleep(fix.ttl_s * 1.1)
         assert (await fix.placed([1] * 5, plan)).matched_tokens == 0
+
+    async def test_what_a_worker_tells_goes_before_what_it_was_sent(self, fix: Fixture) -> None:
+        slots = await fix.workers(3)
+        plan = plan_for(slots, match_weight=10)
+        words = list(range(100))
+        first = await fix.placed(words, plan, chance=0.0)
+        assert first.slot == slots[0]
+
+        async def again(known: tuple[int, ...], blocks: int, end: int = 100) -> Decision:
+            request = RouteRequest(uuid4().hex, chain_of(words[:end]), end * BLOCK_TOKENS, BLOCK_TOKENS, plan, 0.0)
+            request = structs.replace(request, known=known, known_blocks=blocks)
+            decision = await place(fix.state, request)
+            assert isinstance(decision, Decision)
+            fix.state.release(request.request_id)
+            return decision
+
+        assert (await again((-1, -1, -1), 100)).slot == slots[0]
+        # What was routed there beyond what it speaks of is still on its way.
+        pending = await again((0, 600, 0), 60)
+        assert (pending.slot, pending.matched_tokens) == (slots[0], 1000)
+        evicted = await again((0, 700, -1), 100)
+        assert (evicted.slot, evicted.matched_tokens, evicted.cost) == (slots[1], 700, 301)
+        rebuilt = await again((900, 700, 0), 100)
+        assert (rebuilt.slot, rebuilt.matched_tokens) == (slots[0], 900)
 
     async def test_a_million_tokens(self, fix: Fixture) -> None:
         plan = plan_for(await fix.workers(3))

@@ -9,7 +9,7 @@ import pytest
 from cygnet.base.errors import ConfigError, InvalidRequestError
 from cygnet.router.config import RouterConfig, parse_worker, resolve
 from cygnet.router.ladder import MAX_BLOCKS
-from cygnet.router.prompt import KeySettings, Prompt, read_prompt
+from cygnet.router.prompt import COARSE, FINE_BLOCKS, KeySettings, Prompt, chain_keys, read_prompt
 
 SETTINGS = KeySettings(block_bytes=64)
 
@@ -127,6 +127,26 @@ def test_a_million_tokens_are_read_and_bounded() -> None:
     assert 999_000 < prompt.tokens < 1_001_000
     assert len(prompt.chain) == 8 * (prompt.tokens * 4 // 2048)
     assert len(read(chat("x" * 64 * (MAX_BLOCKS + 5))).chain) == 8 * MAX_BLOCKS
+
+
+def test_beyond_the_fine_blocks_keys_cover_several() -> None:
+    """Prompts that agree have equal keys up to where they part, and never more than three blocks beyond."""
+    text = "".join(f"{number:08d}" for number in range(400 * 8))  # a block is 64 bytes: 400 blocks
+    keys = KeySettings(block_bytes=64)
+    for part in (100, 255, 256, 257, 300, 303, 399):
+        other = text[: part * 64] + "x" * (400 - part) * 64
+        ours, theirs = (chain_keys(memoryview(one.encode()), 1, keys.block_bytes) for one in (text, other))
+        equal = sum(ours[i : i + 8] == theirs[i : i + 8] for i in range(0, len(ours), 8))
+        assert part <= equal <= (part if part < FINE_BLOCKS else part + COARSE - 1)
+        assert ours[: equal * 8] == theirs[: equal * 8]
+        begun = chain_keys(memoryview(text[: part * 64].encode()), 1, keys.block_bytes)
+        assert ours[: len(begun)] == begun
+
+
+def test_salts_share_nothing() -> None:
+    one, other, none = (read({"model": "m", "prompt": "x" * 9000, **more}) for more in (
+        {"cache_salt": "a"}, {"cache_salt": "b"}, {}))  # fmt: skip
+    assert len({one.chain[:8], other.chain[:8], none.chain[:8]}) == 3
 
 
 def test_deep_nesting_is_an_error_not_a_crash() -> None:

@@ -102,6 +102,31 @@ async def test_large_bodies_pass_both_ways() -> None:
         assert json.loads(worker.received[0].body)["messages"][0]["content"] == big
 
 
+async def test_a_long_body_and_what_follows_it() -> None:
+    """A long body is received in place: in any pieces, with requests before and after it on the same connection."""
+    long = json.dumps(chat("word " * 40_000)).encode()
+    turns = [json.dumps(chat(f"turn {number}")).encode() for number in range(3)]
+    bodies = [turns[0], long, turns[1], long, long, turns[2]]
+    data = b"".join(b"POST /v1/x HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n%b" % (len(b), b) for b in bodies)
+    for size in (len(data), 100_000, 70_001):
+        async with MockWorker() as worker, routing([worker]) as router, Client(router.port) as client:
+            for start in range(0, len(data), size):
+                client.writer.write(data[start : start + size])
+                await client.writer.drain()
+            await until(lambda worker=worker: len(worker.received) == len(bodies))
+            assert [request.body for request in worker.received] == bodies
+
+
+async def test_a_caller_who_leaves_within_a_long_body() -> None:
+    async with MockWorker() as worker, routing([worker]) as router:
+        async with Client(router.port) as client:
+            client.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: r\r\nContent-Length: 900000\r\n\r\n" + b"x" * 500_000)
+            await client.writer.drain()
+            await until(lambda: router.proxy._buffered >= 500_000)
+        await until(lambda: not router.proxy.connections)
+        assert worker.received == []
+
+
 async def test_chunked_requests_and_expectations() -> None:
     async with MockWorker() as worker, routing([worker]) as router, Client(router.port) as client:
         body = json.dumps(chat()).encode()

@@ -99,6 +99,7 @@ def _routes(service: Service) -> list[Route | Mount]:
         Route("/metrics", small.metrics),
         Route("/version", small.version),
         Route("/cache", small.cache),
+        Route("/kv/events", service.kv_events, methods=["GET"]),
         Route("/reset_prefix_cache", small.reset_prefix_cache, methods=["POST"]),
         Route("/api/state", small.state),
         Route("/api/state/stream", StateStream(service), methods=["GET"]),

@@ -104,12 +104,14 @@ class GenerationEndpoint:
         prepared = await self._prepare(self._service, body)
         stream.headers = prepared.headers
         tally = Tally(prepared.job)
+        self._service.kv_events.begin(prepared.job.id, record_of(scope).request_id)
         try:
             if prepared.stream:
                 await self._stream(prepared, tally, stream, arrival)
             else:
                 await self._answer(prepared, tally, send, arrival)
         finally:
+            self._service.kv_events.end(prepared.job.id)
             record = record_of(scope)
             record.prompt_tokens, record.completion_tokens = tally.prompt_tokens, tally.completion_tokens
             record.cached = _cached(tally, self._service)

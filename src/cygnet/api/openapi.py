@@ -98,6 +98,9 @@ OPERATIONS = (
     ),
     Operation("get", "/api/state", "Model, pools and counters, as the page shows them."),
     Operation("get", "/api/state/stream", "The same twice a second.", media="text/event-stream"),
+    Operation(
+        "get", "/kv/events", "What is cached, and every change of it (for routers).", media="application/octet-stream"
+    ),
 )
 
 _ERRORS = {

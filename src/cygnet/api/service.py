@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cygnet.api.card import ModelCard
 from cygnet.api.generation import Generator
+from cygnet.api.kv_events import KVEvents
 from cygnet.api.lifecycle import Lifecycle
 from cygnet.api.params import MAX_SEQUENCES, Limits
 from cygnet.api.tokenization import Tokenizer, TokenizerPool
@@ -30,6 +31,7 @@ class Service:
         self.recorder = Recorder(RECORDED)
         self.exposition = Exposition(lambda: self.engine.stats, self.recorder, self.card.id)
         self.generator = Generator(self.engine, self.tokenizer, self.recorder)
+        self.kv_events = KVEvents(self.engine, self.lifecycle)
         self.started = time.monotonic()
         ready = self.engine.ready
         self.limits = Limits(ready.max_model_len, ready.vocab_size, min(MAX_SEQUENCES, ready.max_requests))

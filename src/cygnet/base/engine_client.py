@@ -1,11 +1,11 @@
 """What the API needs of an engine, wherever that engine runs. Implemented by `cygnet.engine.runtime.client` (a process
 apart) and by the tests' fake; both pass the same contract test (`tests/contracts/engine_client.py`)."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from cygnet.base.cache_report import CacheReport, FlushReport
-from cygnet.base.messages import AddRequest, EngineReady, EngineStats, RequestOutput
+from cygnet.base.messages import AddRequest, CacheChanged, EngineReady, EngineStats, RequestOutput
 
 
 class EngineClient(Protocol):
@@ -41,6 +41,12 @@ class EngineClient(Protocol):
 
     async def inspect_cache(self, limit: int) -> CacheReport:
         """What is cached where, with the `limit` sequences used last. Raises as `flush_cache`."""
+
+    def watch_cache(self, listener: Callable[[CacheChanged], None] | None) -> None:
+        """Have `listener` called with all that is cached, and from then on with every change; `None` ends it.
+
+        Another call, also with the same listener, makes the engine tell everything again. There is one listener.
+        """
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         """Stop the engine, after waiting up to `drain_s` seconds for sequences in flight. Idempotent."""

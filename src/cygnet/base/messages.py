@@ -1,8 +1,9 @@
 """What the API process and the engine process say to each other (msgpack by msgspec; never pickle).
 
-API → engine:  AddRequest, AbortRequests, FlushCache, InspectCache, Shutdown
+API → engine:  AddRequest, AbortRequests, FlushCache, InspectCache, WatchCache, Shutdown
 engine → API:  EngineProgress while loading, EngineReady once, then StepOutputs after every step that has something to
-               say, CacheFlushed and CacheInspected as answers, EngineFailed at a fatal end
+               say, CacheFlushed and CacheInspected as answers, CacheChanged while it is watched, EngineFailed at a
+               fatal end
 """
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from cygnet.base.cache_report import CacheReport, FlushReport
 from cygnet.base.config import Config
 from cygnet.base.geometry import KVGeometry
+from cygnet.base.residency import CacheChange, PromptCached
 from cygnet.base.sampling import SamplingParams
 
 
@@ -50,13 +52,19 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect", array_like=True):
     ticket: int = 0
 
 
+class WatchCache(msgspec.Struct, frozen=True, tag="watch", array_like=True):
+    """Tell what is cached, all of it now and then every change, in `CacheChanged`; or (`on` false) no more."""
+
+    on: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """End the engine process. With `drain`, only after all requests have finished."""
 
     drain: bool = False
 
 
-EngineInput = AddRequest | AbortRequests | FlushCache | InspectCache | Shutdown
+EngineInput = AddRequest | AbortRequests | FlushCache | InspectCache | WatchCache | Shutdown
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -204,6 +212,17 @@ class CacheInspected(msgspec.Struct, frozen=True, tag="inspected", array_like=Tr
     report: CacheReport
 
 
+class CacheChanged(msgspec.Struct, frozen=True, tag="changed", array_like=True):
+    """What is cached, or (`whole` false) what has changed since the telling with the number before."""
+
+    sequence: int
+    whole: bool
+    changes: list[CacheChange]
+    """In order. A whole consists of additions."""
+    prompts: list[PromptCached]
+    """Prompts that were computed meanwhile."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_only=True):
     """The engine has loaded the model and sized its pools."""
 
@@ -218,6 +237,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_
     """A few lines for people: model, dtype, pools, lower tiers."""
     tiers: tuple[str, ...] = ("device",)
     """Where KV is cached: `device`, then maybe `host`, then maybe `store`."""
+    rebuild: bool = True
+    """Lost SWA windows are rebuilt from full KV."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, kw_only=True):
@@ -234,7 +255,7 @@ class EngineProgress(msgspec.Struct, frozen=True, tag="progress", array_like=Tru
     total: int
 
 
-EngineOutput = StepOutputs | CacheFlushed | CacheInspected | EngineReady | EngineFailed | EngineProgress
+EngineOutput = StepOutputs | CacheFlushed | CacheInspected | CacheChanged | EngineReady | EngineFailed | EngineProgress
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

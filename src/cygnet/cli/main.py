@@ -16,6 +16,7 @@ from cygnet.cli.plan import plan
 from cygnet.cli.router import router
 from cygnet.cli.serve import serve
 from cygnet.cli.simulate import simulate
+from cygnet.cli.up import up
 from cygnet.version import __version__
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ def root(
 
 app.command()(serve)
 app.command()(router)
+app.command()(up)
 app.command()(chat)
 app.add_typer(cache_app, name="cache")
 app.command()(plan)

@@ -225,6 +225,9 @@ class EngineCore:
     def _append(self, request: Request, sampled: SampledToken, now_ns: int) -> RequestOutput:
         if request.num_output_tokens == 0:
             self._prompt_tokens += request.num_prompt_tokens
+            if self.kv.journal.on and (whole := request.num_prompt_tokens // self.kv.block_size):
+                key = request.kv.keys[whole - 1]
+                self.kv.journal.computed(request.request_id, request.num_prompt_tokens, key)
         request.token_ids.append(sampled.token_id)
         self._generated_tokens += 1
         stopped = sampled.token_id in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens

@@ -12,6 +12,7 @@ from cygnet.base.messages import PoolStats
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.hashing import extend_keys
 from cygnet.kv.host_tier import HostTier
+from cygnet.kv.journal import Journal
 from cygnet.kv.node import Node
 from cygnet.kv.policy import KVPolicy, TierPolicy
 from cygnet.kv.prefix_tree import PrefixTree
@@ -84,6 +85,7 @@ class KVManager:
             if lower.namespace is not None:
                 self.store = StoreTier(geometry, self.host, lower.namespace, lower.policy, self.plan)
             self.tiers = Tiers(self.tree, self.host, lower.policy, self.store)
+        self.journal = Journal([self.tree] if self.host is None else [self.tree, self.host.tree])
 
     # ------------------------------------------------------------ admission
 

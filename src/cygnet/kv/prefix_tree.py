@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from cygnet.base.errors import InvariantError
 from cygnet.base.ids import NO_BLOCK, BlockId, BlockKey
+from cygnet.base.residency import ADDED, REMOVED, WINDOW_GONE, WINDOW_LIVE
 from cygnet.kv.block_pool import BlockPool
 from cygnet.kv.eviction import EVICTION_POLICIES, Candidate, SampledSet
 from cygnet.kv.node import Checkpoint, Node
@@ -88,6 +89,8 @@ class PrefixTree:
         """Called with a node and the time before eviction takes its full block, or the window that ends with it."""
         self.is_backed: Callable[[Node, bool], bool] | None = None
         """Whether the tier below has a node's full block, or (True) the window that ends with it."""
+        self.on_change: Callable[[int, Node], None] | None = None
+        """Called with what became of a node (see `cygnet.base.residency`), and the node."""
         self.num_evictable_full = 0
         self.num_evictable_swa = 0
         self.num_swa_blocks = 0
@@ -167,6 +170,8 @@ class PrefixTree:
             self._leaves.discard(parent)
         self._leaves.add(node)
         self.num_evictable_full += 1
+        if self.on_change is not None:
+            self.on_change(ADDED, node)
         return node
 
     def lock(self, node: Node) -> None:
@@ -197,6 +202,8 @@ class PrefixTree:
         node.swa_block = block
         node.swa_locks = 1
         self.num_swa_blocks += 1
+        if self.on_change is not None:
+            self.on_change(WINDOW_LIVE, node)
 
     def lock_swa(self, node: Node) -> None:
         """Keep `node`'s live SWA block until `unlock_swa`."""
@@ -267,6 +274,8 @@ class PrefixTree:
         self._swa_pool.free((node.swa_block,))
         node.swa_block = NO_BLOCK
         self.num_swa_blocks -= 1
+        if self.on_change is not None:
+            self.on_change(WINDOW_GONE, node)
 
     def _nearest_checkpoint(self, node: Node) -> Checkpoint | None:
         """The nearest checkpoint above `node`, no farther than a rebuild would reach (beyond, its distance is moot)."""
@@ -340,6 +349,8 @@ class PrefixTree:
         if leaf.swa_block != NO_BLOCK or leaf.locks or leaf.num_children:
             raise InvariantError(f"evicted node {leaf.index} is still in use")
         del self._nodes[leaf.key]
+        if self.on_change is not None:
+            self.on_change(REMOVED, leaf)
         self._leaves.discard(leaf)
         self.num_evictable_full -= 1
         self.evicted_full_blocks_total += 1

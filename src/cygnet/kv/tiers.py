@@ -190,7 +190,10 @@ class Tiers:
             self.refused_blocks_total += len(window)
             return
         pin, filled = opened
-        self._pins.append(pin)
+        if filled:
+            self._pins.append(pin)
+        else:  # other windows had it all, so there is no copy that the pin would have to outlast, and maybe no step
+            self.host.unpin(pin)
         out.swa += [(window[copy.key], copy.swa_block) for copy in filled]
         self._written_windows[below] = None
 

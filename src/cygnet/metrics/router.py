@@ -26,9 +26,13 @@ QUEUED = Metric(
     "cygnet:router_queue_seconds", "histogram", "Wait for a worker below its budget.", buckets=FIRST_TOKEN_BUCKETS
 )
 
+KV_RESYNCS = Metric(
+    "cygnet:router_kv_resyncs", "counter", "Times that following a worker's cache had to begin anew.", ("worker",)
+)
+
 RECORDED = (
     REQUESTS, CANCELLED, BROKEN, RETRIES, REJECTED, FAILURES, PLACED, ALONE, SPILLED, PROMPT_TOKENS, MATCHED_TOKENS,
-    DURATION, FIRST_BYTE, QUEUED,
+    DURATION, FIRST_BYTE, QUEUED, KV_RESYNCS,
 )  # fmt: skip
 """Metrics of a `Recorder`."""
 
@@ -40,5 +44,7 @@ WORKER_UP = Metric("cygnet:router_worker_up", "gauge", "Whether a worker may get
 WORKER_LOAD = Metric("cygnet:router_worker_load_tokens", "gauge", "Pending tokens, last known.", ("worker",))
 STATE_UP = Metric("cygnet:router_state_up", "gauge", "Whether the shared state can be reached.")
 
-GAUGES = (CONNECTIONS, IN_FLIGHT, WAITING, BUFFERED, WORKER_UP, WORKER_LOAD, STATE_UP)
+KV_BLOCKS = Metric("cygnet:router_kv_blocks", "gauge", "Blocks that a followed worker has cached.", ("worker",))
+
+GAUGES = (CONNECTIONS, IN_FLIGHT, WAITING, BUFFERED, WORKER_UP, WORKER_LOAD, STATE_UP, KV_BLOCKS)
 """Metrics read when asked for."""

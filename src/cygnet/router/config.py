@@ -88,6 +88,9 @@ class CacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_token: Annotated[float, Meta(ge=1, le=16, description="for estimates of lengths in tokens")] = 4.0
     ttl_s: Annotated[float, Meta(ge=1, description="seconds that an unused prefix is remembered")] = 7200.0
     max_entries: Annotated[int, Meta(ge=4096, description="most prefixes remembered (in-process state)")] = 1_000_000
+    kv_events: Annotated[
+        bool, Meta(description="follow what workers tell of their caches, where they do (Cygnet: /kv/events)")
+    ] = True
     volatile_header: Annotated[
         str, Meta(description="regular expression for what to ignore at the start of a system prompt, such as a date")
     ] = ""

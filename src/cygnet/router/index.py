@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from cygnet.router.ladder import chain_length, key_at, rungs, step_at, stored_depths
 
 MIN_ENTRIES = 4096
+SHORT = 4
+"""Up to this many blocks one probe after the other is quicker than bisection."""
 
 
 class PrefixIndex:
@@ -99,9 +101,18 @@ def match_depths(chain: bytes, slots: Sequence[int], get: Callable[[bytes], int]
     depths = [0] * len(slots)
     if not num_blocks:
         return depths
-    ladder = rungs(num_blocks)
     bits = [1 << slot for slot in slots]
     wanted = sum(bits)
+    if num_blocks <= SHORT:
+        for depth in range(1, num_blocks + 1):
+            bitmap = get(key_at(chain, depth)) & wanted
+            if not bitmap:
+                break
+            for place, bit in enumerate(bits):
+                if bitmap & bit:
+                    depths[place] = depth
+        return depths
+    ladder = rungs(num_blocks)
 
     def note(bitmap: int, depth: int) -> None:
         for place, bit in enumerate(bits):

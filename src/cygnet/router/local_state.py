@@ -39,6 +39,11 @@ class LocalState:
         slots = [candidate.slot for candidate in plan.candidates]
         depths = self.index.match(request.chain, slots, now)
         matched = [min(depth * request.block_tokens, request.tokens) for depth in depths]
+        if request.known:
+            matched = [
+                routed if told < 0 or depth > request.known_blocks else told
+                for routed, told, depth in zip(matched, request.known, depths, strict=True)
+            ]
         loads = [self._ledger.load(slot) for slot in slots]
         choice = choose(plan, request.tokens, matched, loads, request.chance)
         if choice is None:

@@ -23,6 +23,12 @@ class RouteRequest(Struct, frozen=True, gc=False):
     plan: Plan
     chance: float
     """Uniform in [0, 1), for ties."""
+    known: tuple[int, ...] = ()
+    """What each candidate is known to spare of the prompt, in tokens, by what it told itself; -1: it tells nothing.
+    Empty: nobody does."""
+    known_blocks: int = 0
+    """Beginning of `chain` about which `known` speaks. What was routed to a worker beyond it is still to be computed
+    there, and counts as if it were."""
 
 
 class Decision(Struct, frozen=True, gc=False):

@@ -20,6 +20,7 @@ from cygnet.base.errors import ConfigError, ContextLengthError, EngineDeadError,
 from cygnet.base.messages import (
     AbortRequests,
     AddRequest,
+    CacheChanged,
     CacheFlushed,
     CacheInspected,
     EngineFailed,
@@ -34,6 +35,7 @@ from cygnet.base.messages import (
     RequestOutput,
     Shutdown,
     StepOutputs,
+    WatchCache,
 )
 
 Progress = Callable[[str, int, int], None]
@@ -148,6 +150,7 @@ class EngineProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._asked: dict[int, asyncio.Future[CacheFlushed | CacheInspected]] = {}
         self._num_asked = 0
+        self._listener: Callable[[CacheChanged], None] | None = None
 
     # ------------------------------------------------------------------- start
 
@@ -320,6 +323,12 @@ class EngineProcess:
         assert isinstance(answer, CacheInspected)
         return answer.report
 
+    def watch_cache(self, listener: Callable[[CacheChanged], None] | None) -> None:
+        """See `EngineClient.watch_cache`."""
+        self._listener = listener
+        if self._failure is None:
+            self._send(WatchCache(listener is not None))
+
     def _new_ticket(self) -> int:
         self._num_asked += 1
         return self._num_asked
@@ -412,6 +421,9 @@ class EngineProcess:
                 answer = self._asked.get(ticket)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            case CacheChanged():
+                if self._listener is not None:
+                    self._listener(message)
             case EngineReady() | EngineProgress():
                 pass
 

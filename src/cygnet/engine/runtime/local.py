@@ -7,7 +7,7 @@ import msgspec
 
 from cygnet.base.cache_report import CacheReport, FlushReport
 from cygnet.base.errors import InvariantError
-from cygnet.base.messages import AddRequest, EngineStats, RequestOutput
+from cygnet.base.messages import AddRequest, CacheChanged, EngineStats, RequestOutput
 from cygnet.base.sampling import SamplingParams
 from cygnet.engine.core import EngineCore, PreparedRequest
 from cygnet.engine.plan import PendingStep, StepRunner
@@ -87,6 +87,17 @@ class LocalEngine:
         dropped = self.core.flush_cache(store=store)
         self._command_store()
         return dropped
+
+    def watch_cache(self, *, on: bool) -> CacheChanged | None:
+        """Begin to record what changes in the cache (again: all that is cached, as a start), or end."""
+        journal = self.core.kv.journal
+        if on != journal.on:
+            journal.switch(on)
+        return journal.whole() if on else None
+
+    def take_cache_changes(self) -> CacheChanged | None:
+        """What has changed in the cache since the last call, if that is recorded."""
+        return self.core.kv.journal.take()
 
     @property
     def hears_store(self) -> bool:

@@ -33,6 +33,7 @@ from cygnet.base.messages import (
     RequestOutput,
     Shutdown,
     StepOutputs,
+    WatchCache,
 )
 from cygnet.engine.core import PreparedRequest
 from cygnet.engine.runtime.local import STALL_S, LocalEngine
@@ -44,7 +45,7 @@ QUIET_MS = 2000
 log = logging.getLogger("cygnet.engine")
 
 
-Received = PreparedRequest | AbortRequests | FlushCache | InspectCache | Shutdown
+Received = PreparedRequest | AbortRequests | FlushCache | InspectCache | WatchCache | Shutdown
 
 
 class EngineLoop:
@@ -162,9 +163,18 @@ class EngineLoop:
                 self._tell(CacheFlushed(ticket, dropped))
             case InspectCache(limit, ticket):
                 self._tell(CacheInspected(ticket, self._engine.inspect_cache(limit)))
+            case WatchCache(on):
+                self._tell_changes()  # to those who follow already
+                if (whole := self._engine.watch_cache(on=on)) is not None:
+                    self._tell(whole)
             case Shutdown(drain):
                 self._draining = drain
                 self._stopping = not drain
+
+    def _tell_changes(self) -> None:
+        """What has changed in the cache, if somebody wants to know."""
+        if (changed := self._engine.take_cache_changes()) is not None:
+            self._tell(changed)
 
     def _tell(self, message: EngineOutput) -> None:
         """Say something that is not about requests, at once."""
@@ -175,6 +185,7 @@ class EngineLoop:
         self._outputs.append(RequestOutput(message.request_id, [], None, "error", error=error.message, error_type=kind))
 
     def _send(self, *, force: bool = False) -> None:
+        self._tell_changes()
         now = time.monotonic()
         due = force or now - self._stats_at >= STATS_INTERVAL_S
         if not self._outputs and not due:

@@ -278,6 +278,7 @@ def describe(engine: LocalEngine, model: HybridModel, name: str, *, store: str =
         geometry=kv.geometry,
         stats=stats,
         tiers=tiers_of(kv),
+        rebuild=kv.policy.rebuild,
         summary=f"{name}, {dtype} on {model.device}: {shape}\n"
         f"KV cache {format_bytes(sizes.num_bytes(kv.geometry))}: {pools}; context up to {sizes.max_model_len} tokens"
         + describe_tiers(kv, store),

@@ -128,7 +128,7 @@ class Admin:
         except StateUnavailableError as error:
             self._error(connection, request, 503, str(error), "state_unavailable")
 
-    async def _join(self, body: bytes) -> str:
+    async def _join(self, body: bytes | bytearray) -> str:
         order = msgspec.json.decode(body, type=WorkerOrder)
         record = msgspec.structs.replace(parse_worker(order.url), group=order.group, draining=order.draining)
         groups = self._proxy.groups

@@ -1,6 +1,7 @@
 """Connections of callers: raw HTTP/1.1 in, answers out, one request at a time on each."""
 
 import asyncio
+import ctypes
 from collections import deque
 from typing import Protocol, cast
 
@@ -10,6 +11,8 @@ from cygnet.router.config import ServerSettings
 from cygnet.router.runtime.wire import Headers, HttpRequest, error_body, own_response
 
 MAX_PIPELINED = 16
+LONG_REST = 64 << 10
+"""From this many bytes on, what is still to come of a body is received straight into its place."""
 LINGER_S = 2.0
 OFFER = frozenset((b"connection", b"upgrade", b"http2-settings", b"expect"))
 """Headers of an offer to go on in another protocol, and what need not be answered twice."""
@@ -128,6 +131,8 @@ class ClientConnection(asyncio.Protocol):
                     self.deadline = self._loop.time() + self._gate.settings.receive_s
         while data:
             data = self._feed(data)
+        if self._length >= LONG_REST:
+            self._place_rest()
         self._next()
 
     def _feed(self, data: bytes) -> bytes:
@@ -164,6 +169,46 @@ class ClientConnection(asyncio.Protocol):
         kept = [b"%s: %s\r\n" % (name, value) for lower, name, value in request.headers if lower not in OFFER]
         return b"%s %s HTTP/1.1\r\n%s\r\n%s" % (request.method, request.target, b"".join(kept), rest)
 
+    def _place_rest(self) -> None:
+        """Receive the rest of a long body without the parser, which would copy it."""
+        rest = self._length - sum(len(piece) for piece in self._body)
+        if self._in_head or rest < LONG_REST or self._refusal is not None or self._discarding:
+            return
+        assert self._transport is not None
+        body, filled = _make_room(None, self._length), 0
+        for piece in self._body:
+            body[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        self._body.clear()
+        self._follow(_BodyReader(self, body, filled))
+
+    def _follow(self, protocol: asyncio.BaseProtocol) -> None:
+        """Give what arrives to `protocol`."""
+        assert self._transport is not None
+        was_reading = self._transport.is_reading()
+        if was_reading:
+            self._transport.pause_reading()
+        self._transport.set_protocol(protocol)
+        if was_reading:
+            self._transport.resume_reading()
+
+    def part_placed(self, num_bytes: int) -> bool:
+        """Account for bytes received in place; `False` when that is too much."""
+        if self._gate.buffer(num_bytes):
+            self._buffered += num_bytes
+            return True
+        self._follow(self)
+        self._refuse(_Refuse(503, "the router holds too many request bodies now"))
+        self._next()
+        return False
+
+    def body_placed(self, body: bytearray) -> None:
+        """A body is whole that was received in place."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._follow(self)
+        self._arrived(body)
+        self._next()
+
     def eof_received(self) -> bool:
         return False  # closes: a caller that will not read on is treated as one that shut down its side
 
@@ -175,6 +220,8 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._target = b""
         self._headers: Headers = []
+        self._head_size = 0
+        self._length = 0
         self._body: list[bytes] = []
         self._fields: dict[bytes, bytes] = {}
 
@@ -185,16 +232,20 @@ class ClientConnection(asyncio.Protocol):
         lower = name.lower()
         self._headers.append((lower, name, value))
         self._fields.setdefault(lower, value)
-        if len(self._headers) > self._gate.settings.max_headers:
-            raise _Refuse(431, f"more than {self._gate.settings.max_headers} headers")
+        self._head_size += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        size = len(self._target) + sum(len(name) + len(value) + 4 for _, name, value in self._headers)
-        if size > self._gate.settings.max_head_bytes:
+        if len(self._target) + self._head_size > self._gate.settings.max_head_bytes:
             raise _Refuse(431, "request line and headers are too large")
-        if int(self._fields.get(b"content-length", b"0")) > self._gate.settings.max_body_bytes:
+        if len(self._headers) > self._gate.settings.max_headers:
+            raise _Refuse(431, f"more than {self._gate.settings.max_headers} headers")
+        self._length = int(self._fields.get(b"content-length", b"0"))
+        if self._length > self._gate.settings.max_body_bytes:
             raise _Refuse(413, f"the body is larger than {self._gate.settings.max_body_bytes} bytes")
+        self._method = self._parser.get_method()
+        self._keep_alive = self._parser.should_keep_alive()
+        self._chunks = self._parser.get_http_version() == "1.1"
         expected = self._fields.get(b"expect")
         if expected is not None:
             if expected.lower() != b"100-continue":
@@ -212,14 +263,12 @@ class ClientConnection(asyncio.Protocol):
         self._buffered += len(data)
 
     def on_message_complete(self) -> None:
+        self._arrived(self._body[0] if len(self._body) == 1 else b"".join(self._body))
+
+    def _arrived(self, body: bytes | bytearray) -> None:
+        """A request is whole."""
         request = HttpRequest(
-            method=self._parser.get_method(),
-            target=self._target,
-            headers=self._headers,
-            fields=self._fields,
-            body=self._body[0] if len(self._body) == 1 else b"".join(self._body),
-            keep_alive=self._parser.should_keep_alive(),
-            chunks=self._parser.get_http_version() == "1.1",
+            self._method, self._target, self._headers, self._fields, body, self._keep_alive, self._chunks
         )
         self._buffered = 0  # from here on the request's server accounts for its body
         self._waiting.append(request)
@@ -302,3 +351,39 @@ class ClientConnection(asyncio.Protocol):
         """Close when nothing is being served; else `finish` does it."""
         if self.is_idle and self._transport is not None:
             self._transport.close()
+
+
+_make_room = ctypes.pythonapi.PyByteArray_FromStringAndSize
+"""A `bytearray` of the length that is the second argument, not zeroed, when the first is `None`. All of it is written
+before any of it is read, and zeros would cost as much as one more copy of a long body."""
+_make_room.argtypes, _make_room.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+
+
+class _BodyReader(asyncio.BufferedProtocol):
+    """Receives the rest of a connection's long body into its place, and hands the connection back."""
+
+    def __init__(self, connection: ClientConnection, body: bytearray, filled: int) -> None:
+        self._connection = connection
+        self._body = body
+        self._view = memoryview(body)
+        self._filled = filled
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view[self._filled :]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+        if self._connection.part_placed(num_bytes) and self._filled == len(self._body):
+            self._connection.body_placed(self._body)
+
+    def eof_received(self) -> bool:
+        return self._connection.eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connection.connection_lost(error)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()

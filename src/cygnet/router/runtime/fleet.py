@@ -131,11 +131,13 @@ class Fleet:
         self._state = state
         self._settings = settings
         self._static = static
-        self._authorization = authorization
+        self.authorization = authorization
+        """Header for requests of the router's own to workers; empty: none."""
         self._now = now
         self._loop = asyncio.get_running_loop()
         self._workers: dict[str, Worker] = {}
         self._by_slot: dict[int, Worker] = {}
+        self._urls: dict[int, str] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._members: dict[str, tuple[Member, ...]] = {}
         self._provisional = 0
@@ -147,6 +149,11 @@ class Fleet:
 
     def by_slot(self, slot: int) -> Worker | None:
         return self._by_slot.get(slot)
+
+    @property
+    def urls_by_slot(self) -> dict[int, str]:
+        """Urls of all workers, by slot. The same object as long as nothing changes."""
+        return self._urls
 
     @property
     def workers(self) -> list[Worker]:
@@ -185,6 +192,7 @@ class Fleet:
     def changed(self) -> None:
         """Forget what was derived from the workers' health."""
         self._members.clear()
+        self._urls = {slot: worker.url for slot, worker in self._by_slot.items()}
         self.on_change()
 
     def recovered(self, worker: Worker) -> None:
@@ -291,7 +299,7 @@ class Fleet:
         """What is wrong with the worker; empty: nothing."""
         try:
             status, _ = await fetch(
-                worker.url, self._settings.health_path, self._authorization, self._settings.probe_timeout_s
+                worker.url, self._settings.health_path, self.authorization, self._settings.probe_timeout_s
             )
         except TimeoutError:
             return f"no answer to {self._settings.health_path} within {self._settings.probe_timeout_s:g} s"
@@ -305,7 +313,7 @@ class Fleet:
     async def _look(self, worker: Worker) -> str:
         """Read the worker's model cards."""
         try:
-            status, body = await fetch(worker.url, "/v1/models", self._authorization, self._settings.probe_timeout_s)
+            status, body = await fetch(worker.url, "/v1/models", self.authorization, self._settings.probe_timeout_s)
             if status != 200:
                 return f"/v1/models answered {status}"
             cards = read_cards(body)

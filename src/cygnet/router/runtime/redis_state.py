@@ -105,6 +105,8 @@ class RedisState:
                 self._lease_ms,
                 MAX_BLOCKS,
                 TAIL,
+                request.known,
+                request.known_blocks,
             )
         )
         args = (self._prefix, request.request_id, request.chain, self._packed(request.plan), numbers)
@@ -113,8 +115,7 @@ class RedisState:
             if isinstance(reply, Exception):
                 then(self._place_alone(request))
                 return
-            place, depth, cost, tier = reply
-            matched = min(depth * request.block_tokens, request.tokens)
+            place, matched, cost, tier = reply
             if place == 0:
                 then(NoRoom(matched))
             else:

@@ -95,6 +95,7 @@ class Service:
             stack.push_async_callback(fleet.aclose)
             proxy = self.proxy = Proxy(config, keys, state, fleet)
             await fleet.sync()
+            stack.push_async_callback(proxy.followers.aclose)
             stack.push_async_callback(proxy.admin.aclose)
             server = await loop.create_server(lambda: ClientConnection(proxy), sock=listener)
             tasks = [loop.create_task(self._tick(proxy)), loop.create_task(self._keep(proxy))]
@@ -126,6 +127,8 @@ class Service:
         while True:
             with suppress(StateUnavailableError):
                 await proxy.fleet.sync()
+                if self._config.cache.kv_events:
+                    proxy.followers.sync(worker.url for worker in proxy.fleet.workers)
                 proxy.state.renew(proxy.leases)
                 proxy.loads = await proxy.state.loads()
             await asyncio.sleep(every_s)

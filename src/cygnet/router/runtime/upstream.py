@@ -43,10 +43,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._served = False
         self.idle_since = 0.0
+        self._parser = httptools.HttpResponseParser(self)
         self._begin()
 
     def _begin(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
         self._reason = b""
         self._headers: Headers = []
         self._head: ResponseHead | None = None
@@ -59,7 +59,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     # --- towards the worker
 
-    def send(self, receiver: Receiver, head: bytes, body: bytes) -> None:
+    def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray) -> None:
         """Send a request whose answer goes to `receiver`."""
         assert self._transport is not None
         self._receiver = receiver
@@ -114,10 +114,11 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError):
-            if not self._is_complete:  # else the answer was whole and what followed it was not
+            if not self._is_complete:
                 self.abort()
                 receiver.lost("garbage", False)
                 return
+            self._keep_alive = False  # the answer was whole and what followed it was not
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self.abort()
             receiver.lost("garbage", False)
@@ -199,7 +200,9 @@ class WorkerPool:
         self._connecting: dict[Receiver, asyncio.Task[None]] = {}
         self._retired = False
 
-    def send(self, receiver: Receiver, head: bytes, body: bytes, *, fresh: bool = False) -> UpstreamConnection | None:
+    def send(
+        self, receiver: Receiver, head: bytes, body: bytes | bytearray, *, fresh: bool = False
+    ) -> UpstreamConnection | None:
         """Send a request, on an idle connection if there is one and `fresh` is not asked for.
 
         Returns the connection, or `None` when one is being made; then `receiver.connected` is told it.
@@ -212,7 +215,7 @@ class WorkerPool:
         self._connecting[receiver] = self._loop.create_task(self._connect(receiver, head, body))
         return None
 
-    async def _connect(self, receiver: Receiver, head: bytes, body: bytes) -> None:
+    async def _connect(self, receiver: Receiver, head: bytes, body: bytes | bytearray) -> None:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await self._loop.create_connection(

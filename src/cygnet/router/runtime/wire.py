@@ -33,7 +33,7 @@ class HttpRequest:
     headers: Headers
     fields: dict[bytes, bytes]
     """The first value of each header, by its name in lower case."""
-    body: bytes
+    body: bytes | bytearray
     keep_alive: bool
     chunks: bool
     """The caller speaks HTTP/1.1, so an answer of unknown length can be sent in chunks."""

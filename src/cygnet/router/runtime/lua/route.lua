@@ -1,13 +1,14 @@
 -- Place one request: longest match, choice, lease, load, insert. Mirrors cygnet/router/local_state.py step by step:
 -- match_depths (index.py), choose (scoring.py), PrefixIndex.insert. A test compares the two.
 -- ARGV: prefix of all keys, request id, chain, msgpack of the plan, msgpack of the numbers.
--- Returns {candidate (from 1), matched blocks, cost, spilled}, or {0, best match in blocks, 0, 0}.
+-- Returns {candidate (from 1), matched tokens, cost, spilled}, or {0, best match in tokens, 0, 0}.
 local pre, id, chain = ARGV[1], ARGV[2], ARGV[3]
 local plan, num = cmsgpack.unpack(ARGV[4]), cmsgpack.unpack(ARGV[5])
 local slots, bonus, low, high = plan[1], plan[2], plan[3], plan[4]
 local match_weight, load_weight, floor_, budget = plan[5], plan[6], plan[7], plan[8]
 local request_tokens, by_total, spill = plan[9], plan[10], plan[11]
 local tokens, block_tokens, chance, ttl, lease, max_blocks, tail = num[1], num[2], num[3], num[4], num[5], num[6], num[7]
+local known, known_blocks = num[8], num[9]
 local call, sub, byte, floor, min, max = redis.call, string.sub, string.byte, math.floor, math.min, math.max
 local band, rshift = bit.band, bit.rshift
 local time = call('TIME')
@@ -60,17 +61,24 @@ local function refine(at, at_bits, to, to_bits)
   refine(at, at_bits, middle, bits)
   refine(middle, bits, to, to_bits)
 end
-local best_match = 0
 if n > 0 then
   local first = probe(1)
   if first ~= '' then
     refine(1, first, num_rungs, probe(num_rungs))
-    for k = 1, count do best_match = max(best_match, match[k]) end
-    local deepest = best_match
+    local deepest = 0
+    for k = 1, count do deepest = max(deepest, match[k]) end
     for depth = min(n, deepest + step(deepest) - 1), deepest + 1, -1 do
-      if note(call('GET', key(depth)), depth) ~= '' then best_match = depth; break end
+      if note(call('GET', key(depth)), depth) ~= '' then break end
     end
   end
+end
+
+-- In tokens; what a worker told of itself goes before what was routed to it, as far as it speaks of it.
+local spared, best_match = {}, 0
+for k = 1, count do
+  local told = known[k] or -1
+  if told < 0 or match[k] > known_blocks then told = min(match[k] * block_tokens, tokens) end
+  spared[k], best_match = told, max(best_match, told)
 end
 
 -- Choice.
@@ -80,7 +88,7 @@ local total = max(tokens, 1)
 local norm = max(total_load / count, total, floor_)
 local best, best_tier, best_score = {}, 2, 0
 for k = 1, count do
-  local matched = min(match[k] * block_tokens, tokens)
+  local matched = spared[k]
   local uncached, load = tokens - matched, loads[k]
   if budget == 0 or load <= 0 or load + uncached <= budget then
     local fraction = matched / total
@@ -100,10 +108,10 @@ end
 if #best == 0 then return {0, best_match, 0, 0} end
 local place = best[floor(chance * #best) + 1]
 local slot, matched = slots[place], match[place]
-local cost = tokens - min(matched * block_tokens, tokens) + request_tokens
+local cost = tokens - spared[place] + request_tokens
 
 -- Lease and load. A slot that has just been given up gets neither.
-if call('GETBIT', pre .. 'live', slot) == 0 then return {place, matched, cost, best_tier} end
+if call('GETBIT', pre .. 'live', slot) == 0 then return {place, spared[place], cost, best_tier} end
 local before = call('HGET', held_key, id)
 if before then
   local old_slot, old_cost = string.match(before, '^(%d+)|(%d+)$')
@@ -130,4 +138,4 @@ if n > 0 then
   for i = 1, num_rungs do put(rungs[i]) end
   for depth = max(1, n - tail + 1), n do if depth > 32 then put(depth) end end
 end
-return {place, matched, cost, best_tier}
+return {place, spared[place], cost, best_tier}
