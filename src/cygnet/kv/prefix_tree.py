@@ -88,6 +88,8 @@ class PrefixTree:
         """Called with a node and the time before eviction takes its full block, or the window that ends with it."""
         self.is_backed: Callable[[Node, bool], bool] | None = None
         """Whether the tier below has a node's full block, or (True) the window that ends with it."""
+        self.version = 0
+        """Changes with every block, of either group, that comes or goes: as long as it stays, so do matches."""
         self.num_evictable_full = 0
         self.num_evictable_swa = 0
         self.num_swa_blocks = 0
@@ -156,17 +158,24 @@ class PrefixTree:
 
     # --------------------------------------------------------- insert and lock
 
-    def insert(self, key: BlockKey, parent: Node | None, full_block: BlockId, now_ns: int) -> Node:
-        """Add a block under `parent` (`None`: the root); the tree owns `full_block` from now on. Not yet locked."""
+    def insert(
+        self, key: BlockKey, parent: Node | None, full_block: BlockId, now_ns: int, *, locked: bool = False
+    ) -> Node:
+        """Add a block under `parent` (`None`: the root); the tree owns `full_block` from now on. `locked`: once, as by
+        `lock`."""
         if key in self._nodes:
             raise InvariantError(f"block key {key.hex()} inserted twice")
         node = Node(key, parent, parent.index + 1 if parent else 0, full_block, now_ns)
         self._nodes[key] = node
+        self.version += 1
         if parent is not None:
             parent.num_children += 1
             self._leaves.discard(parent)
-        self._leaves.add(node)
-        self.num_evictable_full += 1
+        if locked:
+            node.locks = 1
+        else:
+            self._leaves.add(node)
+            self.num_evictable_full += 1
         return node
 
     def lock(self, node: Node) -> None:
@@ -196,6 +205,7 @@ class PrefixTree:
             self._skip_epoch += 1  # nodes below may skip over this one
         node.swa_block = block
         node.swa_locks = 1
+        self.version += 1
         self.num_swa_blocks += 1
 
     def lock_swa(self, node: Node) -> None:
@@ -266,6 +276,7 @@ class PrefixTree:
     def _free_swa(self, node: Node) -> None:
         self._swa_pool.free((node.swa_block,))
         node.swa_block = NO_BLOCK
+        self.version += 1
         self.num_swa_blocks -= 1
 
     def _nearest_checkpoint(self, node: Node) -> Checkpoint | None:
@@ -340,6 +351,7 @@ class PrefixTree:
         if leaf.swa_block != NO_BLOCK or leaf.locks or leaf.num_children:
             raise InvariantError(f"evicted node {leaf.index} is still in use")
         del self._nodes[leaf.key]
+        self.version += 1
         self._leaves.discard(leaf)
         self.num_evictable_full -= 1
         self.evicted_full_blocks_total += 1
@@ -361,8 +373,15 @@ class PrefixTree:
 
     def _pick_window(self, now_ns: int) -> Checkpoint:
         def freed_by(checkpoint: Checkpoint) -> int:
-            window = checkpoint.node.path_up(self.window_blocks)
-            return sum(1 for member in window if member.swa_marks == 1 and member.swa_locks == 0)
+            node: Node | None = checkpoint.node
+            freed = 0
+            for _ in range(self.window_blocks):  # as `path_up`, which is slower: this looks at many, time and again
+                if node is None:
+                    break
+                if node.swa_marks == 1 and node.swa_locks == 0:
+                    freed += 1
+                node = node.parent
+            return freed
 
         def unlocked(checkpoint: Checkpoint) -> int:
             return sum(1 for member in checkpoint.node.path_up(self.window_blocks) if member.swa_locks == 0)
