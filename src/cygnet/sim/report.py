@@ -7,6 +7,7 @@ from html import escape
 import msgspec
 
 from cygnet.sim.comparison import Estimate, estimates
+from cygnet.sim.hardware import Calibration
 from cygnet.sim.plots import latencies, over_time
 from cygnet.sim.results import Column, Results
 from cygnet.sim.scenario import Scenario
@@ -29,6 +30,8 @@ class Ran:
     runs: tuple[Results, ...]
     columns: dict[str, Column]
     """Requests of the first seed's run."""
+    calibration: Calibration | None = None
+    """Of its step times."""
 
 
 def figure(estimate: Estimate) -> str:
