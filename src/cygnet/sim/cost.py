@@ -223,7 +223,9 @@ class RooflineCost:
         return {
             "projections and dense MLPs": products,
             "experts": self._experts(tokens),
-            "head": self._product(load.sampled, head, facts.weight_bytes.embedding) if load.sampled else 0.0,
+            "head": self._product(load.sampled, head, facts.weight_bytes.embedding) / self._hardware.head_speed
+            if load.sampled
+            else 0.0,
             "collectives": self._collectives(tokens),
             "overhead": (self._hardware.step_overhead_ns + len(load.requests) * self._hardware.request_overhead_ns)
             / 1e9,

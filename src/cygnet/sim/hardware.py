@@ -48,6 +48,8 @@ class HardwareProfile:
     """Reading weights."""
     kv_efficiency: float = 0.8
     """Reading KV."""
+    head_speed: float = 1.0
+    """How much faster the LM head's products are than others: an exact greedy choice need not compute all of them."""
     overlap: float = 1.0
     """How much of the shorter of computing and reading goes on beside the longer."""
     link_efficiency: float = 0.7

@@ -327,7 +327,8 @@ def _print(console: Any, profile: "HardwareProfile", samples: "Sequence[Sample]"
         f"products {profile.flops_16bit / 1e9:,.0f} GFLOP/s, attention "
         f"{profile.flops_16bit * profile.attention_efficiency / 1e9:,.0f} GFLOP/s, weights "
         f"{profile.memory_bandwidth / 1e9:,.1f} GB/s, KV {profile.memory_bandwidth * profile.kv_efficiency / 1e9:,.1f} "
-        f"GB/s, overlap {profile.overlap:.2f}, {profile.step_overhead_ns / 1e6:.2f} ms a step, "
+        f"GB/s, LM head {profile.head_speed:.1f} times as fast, overlap {profile.overlap:.2f}, "
+        f"{profile.step_overhead_ns / 1e6:.2f} ms a step, "
         f"{profile.request_overhead_ns / 1e6:.3f} ms a request",
         markup=False,
     )
