@@ -11,6 +11,7 @@ commands are carried out, as `kv.runtime.store_worker` does it with a real store
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cygnet.gcache.placement import Member, Placement
 from cygnet.kv.store import NAMESPACE_BYTES, ObjectKey, Outcome
@@ -173,7 +174,7 @@ class StoreWorker:
         """Take commands in, in their order."""
         for command in commands:
             if isinstance(command, Lookup):
-                self._later(self._link.latency_ns, lambda now_ns, lookup=command: self._look(lookup, now_ns))  # type: ignore[misc]
+                self._later(self._link.latency_ns, partial(self._look, command))
             elif isinstance(command, Fetch):
                 self._enter(self._reads, command, now_ns)
             elif isinstance(command, Put):
@@ -217,7 +218,7 @@ class StoreWorker:
             line.busy = True
             outcomes, moved = self._move(job, now_ns)
             took_ns = self._link.latency_ns + round(moved / self._link.bandwidth * 1e9)
-            self._later(took_ns, lambda now_ns, job=job, found=outcomes: self._done(line, job, found, now_ns))  # type: ignore[misc]
+            self._later(took_ns, partial(self._done, line, job, outcomes))
 
     def _is_void(self, fetch: Fetch, now_ns: int) -> bool:
         late = fetch.deadline_ns is not None and now_ns >= fetch.deadline_ns
