@@ -3,9 +3,9 @@
     python benchmarks/simulator.py TRACE [--workers 16 64] [--requests 4000] [--block-size 512] [--json FILE]
 
 TRACE is a trace file, such as Mooncake's conversation_trace.jsonl.gz. Each worker is an H200 with Gemma 3 27B. The
-trace is laid over itself as many times as makes its own load on four workers the same on all of them, repeated as often
-as needed, and cut to `--requests`. Counted is processor time, which on one core of an idle machine is real time, of
-the simulation and of making its sessions, without reading the trace; and the process's memory at its peak, trace
+trace is laid over itself as many times as makes its own load on eight workers the same on all of them, repeated as
+often as needed, and cut to `--requests`. Counted is processor time, which on one core of an idle machine is real time,
+of the simulation and of making its sessions, without reading the trace; and the process's memory at its peak, trace
 included: when a quarter of the requests have ended, and at the end.
 """
 
@@ -26,7 +26,7 @@ from cygnet.sim.workload import workload
 from provenance import environment
 
 LOADED_WORKERS = 8
-"""The trace's own load keeps about so many workers busy."""
+"""So many workers keep up with the trace's own load; half as many do not."""
 
 
 @dataclass(frozen=True)
