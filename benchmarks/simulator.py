@@ -3,9 +3,10 @@
     python benchmarks/simulator.py TRACE [--workers 16 64] [--requests 4000] [--block-size 512] [--json FILE]
 
 TRACE is a trace file, such as Mooncake's conversation_trace.jsonl.gz. Each worker is an H200 with Gemma 3 27B. The
-trace is laid over itself as many times as makes its own load on four workers the same on all of them, and cut to
-`--requests`. Counted is processor time, which on one core of an idle machine is real time, of the simulation alone,
-without reading the trace; and the process's memory at its peak, trace included.
+trace is laid over itself as many times as makes its own load on eight workers the same on all of them, repeated as
+often as needed, and cut to `--requests`. Counted is processor time, which on one core of an idle machine is real time,
+of the simulation and of making its sessions, without reading the trace; and the process's memory at its peak, trace
+included: when a quarter of the requests have ended, and at the end.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from cygnet.sim.sessions import Session
 from cygnet.sim.workload import workload
 from provenance import environment
 
-LOADED_WORKERS = 4
-"""The trace's own load keeps about so many workers busy."""
+LOADED_WORKERS = 8
+"""So many workers keep up with the trace's own load; half as many do not."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,34 @@ class Result:
     events_per_s: float
     output_tokens_per_s: float
     effective_hit: float
+    evicted_blocks: int
+    quarter_mb: float
     peak_mb: float
 
 
+def peak_mb() -> float:
+    """The process's memory at its peak so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def run(trace: list[Session], workers: int, requests: int, block_size: int) -> Result:
+    overlay = max(1, workers // LOADED_WORKERS)
     scenario = parse_scenario(
         f"[fleet]\nworkers = {workers}\ndispatch = 'round_robin'\n[kv]\nblock_size = {block_size}\n"
-        f"[workload]\noverlay = {max(1, workers // LOADED_WORKERS)}\n",
+        f"[workload]\noverlay = {overlay}\ncopies = {-(-requests // (len(trace) * overlay))}\n",
         "benchmark",
     )
-    asked = list(islice(workload(scenario, trace).sessions, requests))
-    simulation = build(scenario, model_facts(scenario.model.name))
+    quarter = 0.0
+
+    def look(done: int) -> None:
+        nonlocal quarter
+        if done == requests // 4:
+            quarter = peak_mb()
+
+    simulation = build(scenario, model_facts(scenario.model.name), progress=look)
     with rare_collections():
         start = process_time()
-        results = simulation.run(asked)
+        results = simulation.run(islice(workload(scenario, trace).sessions, requests))
         seconds = process_time() - start
     return Result(
         workers=workers,
@@ -68,7 +83,9 @@ def run(trace: list[Session], workers: int, requests: int, block_size: int) -> R
         events_per_s=simulation.loop.num_events / seconds,
         output_tokens_per_s=results.output_tokens / seconds,
         effective_hit=results.effective_hit,
-        peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        evicted_blocks=results.evicted_full_blocks,
+        quarter_mb=quarter,
+        peak_mb=peak_mb(),
     )
 
 
@@ -81,15 +98,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     trace = load_trace(args.trace, None)
-    print("workers  requests  seconds  requests/s  steps/s  events/s  output tokens/s  hit %  peak MB")
+    print("workers   requests  seconds  requests/s  steps/s  events/s  hit %    evicted  MB at 1/4  MB at the end")
     results = []
     for workers in args.workers:
         result = run(trace, workers, args.requests, args.block_size)
         results.append(result)
         print(
-            f"{result.workers:7}  {result.requests:8,}  {result.seconds:7.1f}  {result.requests_per_s:10.0f}  "
-            f"{result.steps_per_s:7,.0f}  {result.events_per_s:8,.0f}  {result.output_tokens_per_s:15,.0f}  "
-            f"{100 * result.effective_hit:5.1f}  {result.peak_mb:7,.0f}"
+            f"{result.workers:7}  {result.requests:9,}  {result.seconds:7.1f}  {result.requests_per_s:10.0f}  "
+            f"{result.steps_per_s:7,.0f}  {result.events_per_s:8,.0f}  {100 * result.effective_hit:5.1f}  "
+            f"{result.evicted_blocks:9,}  {result.quarter_mb:9,.0f}  {result.peak_mb:13,.0f}"
         )
     if args.json:
         document = {"environment": environment(block_size=args.block_size), "results": [asdict(r) for r in results]}

@@ -122,3 +122,16 @@ def test_an_error_is_one_line_with_the_remedy(cygnet: Any, scenario: Path, args:
     assert (run.returncode, run.stdout) == (1, "")
     assert message in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_a_sweep_is_a_column_for_each_value(invoke: Any, scenario: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    made = invoke("simulate", str(scenario), "--sweep", "fleet.workers=1,2", "--json", str(out))
+    assert made.exit_code == 0
+    runs = json.loads(out.read_text())["scenarios"]
+    assert [run["name"] for run in runs] == ["small fleet.workers=1", "small fleet.workers=2"]
+    assert [run["scenario"]["fleet"]["workers"] for run in runs] == [1, 2]
+    lists = invoke("simulate", str(scenario), "--sweep", "kv.retention=['prompt_end','branch'],[]", "--json", str(out))
+    assert lists.exit_code == 0
+    assert len(json.loads(out.read_text())["scenarios"]) == 2
+    assert "needs the form" in str(invoke("simulate", str(scenario), "--sweep", "fleet.workers").exception)

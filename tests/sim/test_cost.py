@@ -1,16 +1,18 @@
 """The roofline against figures computed by hand, and against what must hold of any."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cygnet.engine.plan import ScheduledRequest, StepPlan
 from cygnet.sim.cost import Load, RooflineCost
 from cygnet.sim.hardware import HARDWARE, HardwareProfile
 from cygnet.sim.model_table import MODELS, model_facts
 
 IDEAL = HardwareProfile(
     "ideal", "made up: round numbers", 1e12, 100e12, 200e12, 1e12, 100e9, 10e9, flops_efficiency=1.0,
-    attention_efficiency=1.0, bandwidth_efficiency=1.0, link_efficiency=1.0, collective_ns=0.0, step_overhead_ns=0.0,
+    attention_efficiency=1.0, bandwidth_efficiency=1.0, kv_efficiency=1.0, link_efficiency=1.0,
+    collective_ns=0.0, step_overhead_ns=0.0,
 )  # fmt: skip
 
 
@@ -79,6 +81,7 @@ def test_sparse_attention_reads_its_index_and_the_chosen() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
+@settings(deadline=None)
 @given(
     tokens=st.integers(2, 20_000),
     start=st.integers(0, 100_000),
@@ -90,3 +93,20 @@ def test_more_work_never_takes_less_time(name: str, tokens: int, start: int, bat
     assert cost.load_ns(prefill(start, tokens)) <= cost.load_ns(prefill(start, tokens + 1))
     assert cost.load_ns(prefill(start, tokens)) <= cost.load_ns(prefill(start + 100, tokens))
     assert cost.load_ns(decode(batch, start + 1)) <= cost.load_ns(decode(batch + 1, start + 1))
+
+
+@settings(deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 40_000), min_size=1, max_size=8),
+    count=st.integers(1, 40),
+    model=st.sampled_from(["gemma-3-270m", "llama-3.1-8b", "mimo-v2.5-pro", "deepseek-v3.2"]),
+)
+def test_repeated_decodes_cost_what_they_cost_one_by_one(starts: list[int], count: int, model: str) -> None:
+    """To the nanosecond, across the end of windows and of what a sparse model reads."""
+
+    def plan(further: int) -> StepPlan:
+        requests = [ScheduledRequest(str(i), s + further, 1, 0, (), 0, (), True) for i, s in enumerate(starts)]
+        return StepPlan(0, (), (), tuple(requests))
+
+    cost = RooflineCost(model_facts(model), HARDWARE.get("H200"))
+    assert cost.repeats_ns(plan(0), count) == [cost.step_ns(plan(further)) for further in range(1, count + 1)]

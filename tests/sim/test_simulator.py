@@ -3,8 +3,8 @@
 import heapq
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from cygnet.base.errors import InvariantError
-from cygnet.base.ids import RequestId
 from cygnet.base.messages import AddRequest
 from cygnet.base.sampling import SamplingParams
 from cygnet.cli.bench.traces import load_trace
 from cygnet.cli.bench.workload import TokenSource
 from cygnet.engine.core import EngineCore
-from cygnet.engine.plan import SampledToken, StepPlan, StepResult
-from cygnet.engine.request import Request
+from cygnet.engine.plan import StepPlan
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.scheduler import SchedulerPolicy
 from cygnet.kv.manager import KVManager, KVPolicy
@@ -30,6 +28,7 @@ from cygnet.sim.model_config import facts_from_config
 from cygnet.sim.model_table import model_facts
 from cygnet.sim.scenario import Scenario, Simulation, build, parse_scenario
 from cygnet.sim.sessions import Piece, Session, Turn, random_sessions, with_poisson_arrivals
+from support.paced import Clock, PacedRunner
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 MS = 1_000_000
@@ -199,38 +198,6 @@ def test_bookkeeping_holds_at_every_step() -> None:
 # --- parity with a live engine
 
 
-@dataclass
-class Clock:
-    now_ns: int = 0
-
-
-class PacedRunner:
-    """A `StepRunner` whose steps take what the cost model says, and whose requests say what simulated ones say."""
-
-    asynchronous = False
-
-    def __init__(self, cost: CostModel, clock: Clock, seen: list[Any]) -> None:
-        self._cost, self._clock, self._seen = cost, clock, seen
-        self._result: StepResult | None = None
-
-    def launch(self, plan: StepPlan) -> "PacedRunner":
-        self._seen.append(decisions(plan, self._clock.now_ns))
-        self._clock.now_ns += self._cost.step_ns(plan)
-        sampled = {r.request_id: SampledToken(int(r.request_id)) for r in plan.requests if r.sample}
-        self._result = StepResult(plan.step, sampled)
-        return self
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> StepResult:
-        assert self._result is not None
-        return self._result
-
-    def audit(self, running: Mapping[RequestId, Request], gone: Collection[RequestId]) -> list[str]:
-        return []
-
-
 def decisions(plan: StepPlan, now_ns: int) -> Any:
     """All of a plan but the tokens' values: what runs, where, on which blocks, and when."""
     new = [(n.request_id, len(n.token_ids), n.num_prompt_tokens, n.write_full_from, n.key_floor) for n in plan.new]
@@ -258,7 +225,8 @@ def live_run(sessions: Sequence[Session], scenario: Scenario, sizes: PoolSizes, 
         vocab_size=1 << 30,
     )
     clock, seen = Clock(), []
-    local = LocalEngine(core, PacedRunner(cost, clock, seen), audit="off", clock_ns=lambda: clock.now_ns)
+    runner = PacedRunner(cost, clock, say=int, seen=lambda plan, now_ns: seen.append(decisions(plan, now_ns)))
+    local = LocalEngine(core, runner, audit="off", clock_ns=lambda: clock.now_ns)
     tokens, order, numbers = TokenSource(0, 1 << 29), count(), count()
     said: dict[int, list[int]] = {}
     sent: dict[str, tuple[int, int, list[int]]] = {}

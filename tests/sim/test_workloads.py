@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cygnet.base.errors import ConfigError
@@ -99,6 +99,7 @@ def keys_of(pieces: list[Piece], *, steps: int = 1) -> list[BlockKey]:
     return chain.keys
 
 
+@settings(deadline=None)
 @given(prompts)
 def test_blocks_are_equal_where_their_tokens_are(prompts: list[list[Piece]]) -> None:
     """Against the engine's hashing of the pieces' tokens. A piece is cut at no block's edge on purpose."""

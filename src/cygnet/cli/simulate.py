@@ -19,6 +19,10 @@ def simulate(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="any of its settings; repeatable")
     ] = None,
     compare: Annotated[Path | None, typer.Option(metavar="FILE", help="a scenario to run beside it")] = None,
+    sweep: Annotated[
+        str,
+        typer.Option(metavar="A.B=C,D,...", help="run it with each of these values, side by side", show_default=False),
+    ] = "",
     seeds: Annotated[int, typer.Option(metavar="N", help="runs, each with the next seed")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all numbers there")] = None,
     csv_file: Annotated[
@@ -40,7 +44,12 @@ def simulate(
         raise typer.BadParameter("must be 1 or more", param_hint="--seeds")
     if html_file is not None:
         load_pyplot()  # what is missing is better said before than after
-    rans = [run_scenario(file, trace, sets or [], seeds) for file in (scenario, compare) if file is not None]
+    rans = [
+        run_scenario(file, trace, sets or [], seeds, value)
+        for file in (scenario, compare)
+        if file is not None
+        for value in _swept(sweep)
+    ]
     print_results(stdout(), rans)
     if json_file is not None:
         _write(json_file, _json(rans))
@@ -52,13 +61,29 @@ def simulate(
         _write(html_file, html(rans, notes=[_note(rans)]).encode())
 
 
-def run_scenario(file: Path, trace: Path | None, sets: list[str], seeds: int) -> "Ran":
-    """Run the scenario of a file once per seed, with a progress bar."""
+def _swept(sweep: str) -> list[str]:
+    """`a.b=1,2` as one setting per run; no sweep is one run with none. Commas within brackets do not part values."""
+    import re
+
+    from cygnet.base.errors import ConfigError
+
+    if not sweep:
+        return [""]
+    path, eq, values = sweep.partition("=")
+    if not eq or not values:
+        raise ConfigError(f"--sweep {sweep!r} needs the form path=value,value, for example store.ttl_s=60,600,3600")
+    return [f"{path}={value}" for value in re.split(r",(?![^\[]*\])", values)]
+
+
+def run_scenario(file: Path, trace: Path | None, sets: list[str], seeds: int, swept: str = "") -> "Ran":
+    """Run the scenario of a file once per seed, with a progress bar. `swept` is one more setting, and in its name."""
     import msgspec
 
     from cygnet.base.errors import ConfigError
+    from cygnet.cli.bench.calibrate import read_profile
     from cygnet.cli.bench.traces import load_trace
     from cygnet.cli.plan import find_facts
+    from cygnet.sim.hardware import HARDWARE
     from cygnet.sim.report import Ran
     from cygnet.sim.scenario import build, parse_scenario
     from cygnet.sim.workload import workload
@@ -67,8 +92,10 @@ def run_scenario(file: Path, trace: Path | None, sets: list[str], seeds: int) ->
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read scenario {file}: {error}") from None
-    scenario = parse_scenario(text, str(file), sets)
+    scenario = parse_scenario(text, str(file), [*sets, *([swept] if swept else [])])
     facts = find_facts(_beside(file, scenario.model.name), scenario.model.weight_bits / 8 or None)
+    gpu = scenario.fleet.gpu
+    hardware = read_profile(Path(_beside(file, gpu))) if gpu.endswith(".json") else HARDWARE.get(gpu)
     path = trace or (file.parent / scenario.workload.trace if scenario.workload.trace else None)
     sessions = load_trace(path, scenario.workload.limit or None) if path else None
     runs, columns = [], None
@@ -76,12 +103,12 @@ def run_scenario(file: Path, trace: Path | None, sets: list[str], seeds: int) ->
         seeded = msgspec.structs.replace(scenario, seed=seed)
         asked = workload(seeded, sessions)
         with Bar(file.stem, asked.num_requests) as bar, rare_collections():
-            simulation = build(seeded, facts, progress=bar.update)
+            simulation = build(seeded, facts, hardware=hardware, progress=bar.update)
             runs.append(simulation.run(asked.sessions))
         if columns is None:
             columns = simulation.recorder.columns()
     assert columns is not None
-    return Ran(file.stem, scenario, tuple(runs), columns)
+    return Ran(f"{file.stem} {swept}".rstrip(), scenario, tuple(runs), columns, hardware.calibration)
 
 
 @contextmanager
@@ -132,7 +159,17 @@ def _note(rans: "list[Ran]") -> str:
     return (
         f"{first.finished:,} requests in {first.duration_s:,.1f} simulated seconds"
         + (f" (refused: {refused})" if refused else "")
-        + "; step times are a roofline with assumed efficiencies, not measured"
+        + f"; step times are {'; '.join(dict.fromkeys(_times_of(ran) for ran in rans))}"
+    )
+
+
+def _times_of(ran: "Ran") -> str:
+    found = ran.calibration
+    if found is None:
+        return "a roofline with assumed efficiencies, not measured"
+    return (
+        f"a roofline fitted to {found.num_samples} kinds of steps of {found.model} on {found.machine}, off by "
+        f"{100 * found.median_error:.0f} % in the median and {100 * found.p90_error:.0f} % at P90 when left out"
     )
 
 

@@ -1,6 +1,6 @@
 """EngineCore: requests in, step plans out, results in, events out. Pure: no clock, no device, no I/O."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 
 from cygnet.base.cache_report import CacheReport, FlushReport
@@ -24,6 +24,9 @@ class PreparedRequest:
 
     message: AddRequest
     kv: RequestKV
+    token_ids: MutableSequence[int]
+    """The prompt's tokens, the core's own from `add_prepared` on: it appends what is generated. Of blocks that `kv` has
+    keys of only the number counts."""
 
 
 class EngineCore:
@@ -92,7 +95,7 @@ class EngineCore:
         self._check(message)
         root = root_key(self._fingerprint, message.cache_salt)
         kv = self.kv.new(RequestId(message.request_id), root, message.prompt_token_ids, message.message_starts)
-        return PreparedRequest(message, kv)
+        return PreparedRequest(message, kv, list(message.prompt_token_ids))
 
     def add_prepared(self, prepared: PreparedRequest, now_ns: int) -> None:
         """The rest of `add`. Raises a `RequestError` if the request can't be served now. A prepared request is added
@@ -105,10 +108,10 @@ class EngineCore:
         sampling = message.sampling
         request = Request(
             request_id,
-            list(message.prompt_token_ids),
-            len(message.prompt_token_ids),
+            prepared.token_ids,
+            len(prepared.token_ids),
             sampling,
-            max_tokens=min(sampling.max_tokens, self.kv.sizes.max_model_len - len(message.prompt_token_ids)),
+            max_tokens=min(sampling.max_tokens, self.kv.sizes.max_model_len - len(prepared.token_ids)),
             # From another clock it could be last in line for ever.
             arrival_ns=min(message.arrival_ns or now_ns, now_ns),
             sequence=self.num_added,
@@ -211,27 +214,82 @@ class EngineCore:
         if plan is None or plan.step != result.step:
             raise InvariantError(f"result of step {result.step} does not belong to the plan in flight")
         self.kv.transfers_done(now_ns)
-        outputs = []
+        outputs, computed, size = [], 0, self.kv.block_size
         for scheduled in plan.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None or not request.running:
                 continue
-            self._computed_tokens += scheduled.num_tokens
-            self.kv.commit(request.kv, request.token_ids, scheduled.start + scheduled.num_tokens, now_ns)
+            num_tokens = scheduled.num_tokens
+            computed += num_tokens
+            kv, end = request.kv, scheduled.start + num_tokens
+            if kv.num_computed // size == end // size:
+                kv.num_computed = end  # as `commit` does where no block is completed: most decoded tokens
+            else:
+                self.kv.commit(kv, request.token_ids, end, now_ns)
             if scheduled.sample:
                 outputs.append(self._append(request, result.sampled[request.request_id], now_ns))
+        self._computed_tokens += computed
+        self._generated_tokens += len(outputs)
         return outputs
 
+    # ------------------------------------------------------------ equal steps
+
+    def num_repeats(self) -> int:
+        """How many steps after the one in flight are the same again, each start one further, if nobody calls but
+        `apply` and `schedule`.
+
+        After so many something is to be decided: a request ends or has filled a block. 0 where more is on its way than
+        decodes of requests that have begun to answer, where a token could end a request, and where one that waits may
+        be admitted.
+        """
+        plan, running = self._plan, self._scheduler.running
+        if plan is None or plan.new or plan.transfers or len(plan.requests) != len(running):
+            return 0
+        if not (self.kv.settled and self._scheduler.admits_as_before()):
+            return 0
+        size, repeats = self.kv.block_size, 1 << 62
+        for scheduled in plan.requests:
+            request = running[scheduled.request_id]
+            said = len(request.token_ids) - request.num_prompt_tokens
+            if scheduled.num_tokens != 1 or not scheduled.sample or said == 0 or request.stop_ids:
+                return 0
+            repeats = min(repeats, size - 1 - scheduled.start % size, request.max_tokens - 1 - said)
+        return repeats
+
+    def repeat(self, count: int, sampled: Mapping[RequestId, SampledToken]) -> StepPlan:
+        """The same as `count` times (at most `num_repeats()`) `apply` of a result with `sampled`, and `schedule`.
+
+        What is in flight afterwards, and returned, is the last of these plans.
+        """
+        plan = self._plan
+        if plan is None or count > self.num_repeats():
+            raise InvariantError(f"the plan in flight does not come {count} times again")
+        if count == 0:
+            return plan
+        repeated = []
+        for scheduled in plan.requests:
+            request = self._requests[scheduled.request_id]
+            request.token_ids.extend([sampled[request.request_id].token_id] * count)
+            request.kv.num_computed += count
+            repeated.append(self._scheduler.dispatch(request, 1))
+        tokens = count * len(repeated)
+        self._computed_tokens += tokens
+        self._generated_tokens += tokens
+        self._steps += count
+        self._plan = StepPlan(plan.step + count, (), (), tuple(repeated))
+        return self._plan
+
     def _append(self, request: Request, sampled: SampledToken, now_ns: int) -> RequestOutput:
-        if request.num_output_tokens == 0:
-            self._prompt_tokens += request.num_prompt_tokens
-            if self.kv.journal.on and (whole := request.num_prompt_tokens // self.kv.block_size):
+        token_ids, num_prompt_tokens = request.token_ids, request.num_prompt_tokens
+        token_ids.append(sampled.token_id)
+        said = len(token_ids) - num_prompt_tokens
+        if said == 1:
+            self._prompt_tokens += num_prompt_tokens
+            if self.kv.journal.on and (whole := num_prompt_tokens // self.kv.block_size):
                 key = request.kv.keys[whole - 1]
-                self.kv.journal.computed(request.request_id, request.num_prompt_tokens, key)
-        request.token_ids.append(sampled.token_id)
-        self._generated_tokens += 1
-        stopped = sampled.token_id in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens
-        if stopped or request.num_output_tokens >= request.max_tokens:
+                self.kv.journal.computed(request.request_id, num_prompt_tokens, key)
+        stopped = sampled.token_id in request.stop_ids and said >= request.sampling.min_tokens
+        if stopped or said >= request.max_tokens:
             return self._finish(request, "stop" if stopped else "length", now_ns, sampled)
         return self._output(request, sampled)
 

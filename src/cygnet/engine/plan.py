@@ -1,6 +1,6 @@
 """What the engine decides (StepPlan), what it is told back (StepResult), and who carries it out (StepRunner)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ class NewRequest:
     """A request that the runner does not know: just admitted, or admitted again after a preemption."""
 
     request_id: RequestId
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     """All tokens so far: prompt and, after a preemption, output."""
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -74,7 +74,7 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a StepPlan: a token for every request with `sample`."""
+    """What came of a StepPlan: a token for every request with `sample`. Others are not looked at."""
 
     step: int
     sampled: dict[RequestId, SampledToken]

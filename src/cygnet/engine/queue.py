@@ -6,7 +6,8 @@ A request that has waited longer by one second goes before one with `ageing_toke
 wait's part of the key is linear in time, so the order of two requests never changes by waiting: keys are static, and
 no request starves, since all that arrive late enough have larger keys.
 
-What a request finds in the cache changes, though. Keys are therefore looked at again in rotation, a few per step.
+What a request finds in the cache changes, though. Keys are therefore looked at again in rotation, a few per step, until
+all have been since the cache changed last.
 """
 
 import heapq
@@ -31,6 +32,9 @@ class WaitingQueue:
         self._heap: list[tuple[int, int, RequestId]] = []
         self._keys: dict[RequestId, int] = {}
         self._requests: OrderedDict[RequestId, Request] = OrderedDict()
+        self._version = -1
+        self._num_current = 0
+        """So many requests at the end of the rotation, or more, have the keys that `_version` of the cache gives."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -63,15 +67,24 @@ class WaitingQueue:
 
     def remove(self, request_id: RequestId) -> Request | None:
         """Take a request out, whatever its place; `None` if it does not wait."""
-        self._keys.pop(request_id, None)
+        if self._keys.pop(request_id, None) is not None:
+            self._num_current = max(0, self._num_current - 1)  # it may have been one of them
         return self._requests.pop(request_id, None)
 
-    def refresh(self, num_uncached_tokens: Callable[[Request], int]) -> None:
-        """Renew the keys of the next few requests in rotation."""
-        for _ in range(min(REFRESH_PER_STEP, len(self._requests))):
+    def refresh(self, version: int, num_uncached_tokens: Callable[[Request], int]) -> None:
+        """Renew the keys of the next few requests in rotation that may have changed, the cache being at `version`."""
+        if version != self._version:
+            self._version, self._num_current = version, 0
+        count = min(REFRESH_PER_STEP, len(self._requests) - self._num_current)
+        self._num_current += max(0, count)
+        for _ in range(count):
             request_id, request = next(iter(self._requests.items()))
             self._requests.move_to_end(request_id)
             self.push(request, num_uncached_tokens(request))
+
+    def is_current(self, version: int) -> bool:
+        """Whether `refresh` would change nothing."""
+        return version == self._version and self._num_current >= len(self._requests)
 
     def audit(self) -> list[str]:
         """All discrepancies between heap, keys and requests."""

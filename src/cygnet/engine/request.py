@@ -1,5 +1,6 @@
 """A request as the engine keeps it."""
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
 from cygnet.base.ids import RequestId
@@ -18,7 +19,7 @@ class Request:
     """
 
     request_id: RequestId
-    token_ids: list[int]
+    token_ids: MutableSequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
     max_tokens: int

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from cygnet.base.ids import RequestId
+from cygnet.base.ids import BlockId, RequestId
 from cygnet.engine.plan import NewRequest, ScheduledRequest
 from cygnet.engine.queue import WaitingQueue
 from cygnet.engine.request import Request
@@ -74,6 +74,7 @@ class Scheduler:
         self.stats = AdmissionStats()
         self._gone: list[RequestId] = []
         self._by_age: list[Request] | None = None
+        self._num_passed_over = 0
 
     @property
     def gone(self) -> Sequence[RequestId]:
@@ -100,19 +101,24 @@ class Scheduler:
     def schedule(self, now_ns: int) -> tuple[list[NewRequest], list[ScheduledRequest], list[RequestId]]:
         """New rows, what to run, and rows to forget. Blocks are allocated for all that is returned."""
         batch = Batch(self._policy.max_num_batched_tokens)
-        before = self.stats.preemptions
+        before, size = self.stats.preemptions, self._kv.block_size
         prefills = []
         for request in self._oldest_first():
             if len(request.token_ids) - request.kv.num_computed > 1:
                 prefills.append(request)
             elif request.running:
-                self._grow(request, batch, now_ns)
+                if batch.left > 0 and request.kv.num_computed % size:
+                    batch.put(request.request_id, 1)  # as `_grow` does within a block, which is most decodes
+                else:
+                    self._grow(request, batch, now_ns)
         for request in prefills:
             if request.running:
                 self._grow(request, batch, now_ns)
-        admitted = self._admit(batch, now_ns) if self.stats.preemptions == before else []
+        preempted = self.stats.preemptions > before
+        admitted = [] if preempted else self._admit(batch, now_ns)
+        self._num_passed_over += preempted  # next time it may be otherwise
         new = [self._describe(request) for request in admitted]
-        scheduled = [self._dispatch(self.running[rid], count) for rid, count in batch.counts.items()]
+        scheduled = [self.dispatch(self.running[rid], count) for rid, count in batch.counts.items()]
         gone, self._gone = self._gone, []
         return new, scheduled, gone
 
@@ -172,7 +178,7 @@ class Scheduler:
         admitted: list[Request] = []
         deferred: list[Request] = []
         if len(self.waiting) > 0:
-            self.waiting.refresh(lambda request: self._plan(request).num_uncached_tokens)
+            self.waiting.refresh(self._kv.version, lambda request: self._plan(request).num_uncached_tokens)
         while (
             len(self.running) < self._policy.max_num_seqs
             and batch.left > 0
@@ -190,7 +196,16 @@ class Scheduler:
             self._grow(request, batch, now_ns)
         for request in deferred:
             self.requeue(request)
+        self._num_passed_over = len(deferred)
         return admitted
+
+    def admits_as_before(self) -> bool:
+        """Whether the next `schedule` admits nobody, if the last one didn't and only decodes go on within their blocks.
+
+        Who found no room finds none then: what is cached is the same, and running requests lay claim to more. So it is
+        enough that the order is the same, and that nobody was put off for another reason than room.
+        """
+        return not self._num_passed_over and (not len(self.waiting) or self.waiting.is_current(self._kv.version))
 
     def _shares_with_running(self, request: Request, plan: ReusePlan) -> bool:
         """Whether a running request is computing blocks that `request` needs next, so that waiting saves their compute.
@@ -256,7 +271,7 @@ class Scheduler:
     def _describe(self, request: Request) -> NewRequest:
         return NewRequest(
             request.request_id,
-            tuple(request.token_ids),
+            request.token_ids[:],
             request.num_prompt_tokens,
             request.sampling,
             write_full_from=request.kv.num_hit_blocks * self._kv.block_size,
@@ -264,20 +279,19 @@ class Scheduler:
             exact_from=request.kv.exact_from,
         )
 
-    def _dispatch(self, request: Request, count: int) -> ScheduledRequest:
-        kv, start = request.kv, request.kv.num_computed
-        sent_full, sent_swa = request.num_sent_full, request.num_sent_swa
-        request.num_sent_full, request.num_sent_swa = len(kv.full_blocks), len(kv.swa_blocks)
-        return ScheduledRequest(
-            request.request_id,
-            start,
-            count,
-            sent_full,
-            tuple(kv.full_blocks[sent_full:]) if sent_full < request.num_sent_full else (),
-            sent_swa,
-            tuple(kv.swa_blocks[sent_swa:]) if sent_swa < request.num_sent_swa else (),
-            sample=start + count == len(request.token_ids),
-        )
+    def dispatch(self, request: Request, count: int) -> ScheduledRequest:
+        """What the runner is told to run: the request's next `count` tokens, with the blocks it does not know."""
+        kv = request.kv
+        start, sent_full, sent_swa = kv.num_computed, request.num_sent_full, request.num_sent_swa
+        num_full, num_swa = len(kv.full_blocks), len(kv.swa_blocks)
+        new_full: tuple[BlockId, ...] = ()
+        new_swa: tuple[BlockId, ...] = ()
+        if sent_full < num_full:
+            new_full, request.num_sent_full = tuple(kv.full_blocks[sent_full:]), num_full
+        if sent_swa < num_swa:
+            new_swa, request.num_sent_swa = tuple(kv.swa_blocks[sent_swa:]), num_swa
+        sample = start + count == len(request.token_ids)
+        return ScheduledRequest(request.request_id, start, count, sent_full, new_full, sent_swa, new_swa, sample)
 
     def audit(self) -> list[str]:
         """All discrepancies between the queue, the running requests and their KV."""

@@ -10,17 +10,17 @@ policy `value` also leaves something to chance: among near peers every one may g
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import log
 from random import Random
 from typing import Generic, Protocol, TypeVar
 
+from msgspec import Struct
+
 from cygnet.base.registry import Registry
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Something evictable, as a policy sees it."""
+class Candidate(Struct, frozen=True, gc=False):
+    """Something evictable, as a policy sees it. A struct, as many are made per decision."""
 
     saved_tokens: float
     """Tokens that would have to be computed again if it were gone and asked for; what a lower tier has counts less."""

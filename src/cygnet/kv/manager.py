@@ -1,8 +1,10 @@
 """KVManager: what the scheduler sees of the KV cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
+
+from msgspec.structs import replace
 
 from cygnet.base.cache_report import FlushReport
 from cygnet.base.errors import InvariantError
@@ -268,11 +270,12 @@ class KVManager:
     def allocate(self, kv: RequestKV, num_tokens: int, now_ns: int) -> bool:
         """Give `kv` blocks of both groups for its first `num_tokens` tokens, evicting as needed from the pool that is
         short. False, and no change, where there is no room."""
+        has = len(kv.full_blocks) if not self._has_swa else min(len(kv.full_blocks), len(kv.swa_blocks))
+        if num_tokens <= has * self.block_size:
+            return True  # most decoded tokens
         blocks = ceil(num_tokens / self.block_size)
         full = max(0, blocks - len(kv.full_blocks))
         swa = max(0, blocks - len(kv.swa_blocks)) if self._has_swa else 0
-        if full == swa == 0:
-            return True
         if full > self.available_full or swa > self.available_swa:
             return False
         kv.full_blocks += self.tree.obtain_full(full, now_ns)
@@ -300,10 +303,10 @@ class KVManager:
 
     def _publish(self, kv: RequestKV, upto: int, now_ns: int) -> None:
         """Publish blocks up to `upto`: both groups of one block before the next block."""
-        for index in range(kv.swa_published if self.geometry.has_swa else len(kv.nodes), upto):
+        for index in range(kv.swa_published if self._has_swa else len(kv.nodes), upto):
             if index == len(kv.nodes):
                 self._publish_full(kv, now_ns)
-            if self.geometry.has_swa:
+            if self._has_swa:
                 self._publish_swa(kv)
 
     def _publish_full(self, kv: RequestKV, now_ns: int) -> None:
@@ -311,11 +314,11 @@ class KVManager:
         node = self.tree.get(kv.keys[index])
         if node is None:
             parent = kv.nodes[-1] if kv.nodes else None
-            node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns)
+            node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns, locked=True)
             node.turns = kv.turns
         else:
             kv.private_full.add(index)
-        self.tree.lock(node)
+            self.tree.lock(node)
         kv.nodes.append(node)
 
     def _publish_swa(self, kv: RequestKV) -> None:
@@ -418,6 +421,16 @@ class KVManager:
         """The copies last taken are done."""
         if self.tiers is not None:
             self.tiers.step_done(now_ns)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a request's plan may: with what is cached on device and host."""
+        return self.tree.version + (self.host.tree.version if self.host is not None else 0)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is to be copied or stored until something is admitted, published or evicted."""
+        return self.tiers is None or self.tiers.settled
 
     @property
     def wants_transfers(self) -> bool:

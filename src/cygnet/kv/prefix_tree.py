@@ -91,6 +91,8 @@ class PrefixTree:
         """Whether the tier below has a node's full block, or (True) the window that ends with it."""
         self.on_change: Callable[[int, Node], None] | None = None
         """Called with what became of a node (see `cygnet.base.residency`), and the node."""
+        self.version = 0
+        """Changes with every block, of either group, that comes or goes: as long as it stays, so do matches."""
         self.num_evictable_full = 0
         self.num_evictable_swa = 0
         self.num_swa_blocks = 0
@@ -159,17 +161,24 @@ class PrefixTree:
 
     # --------------------------------------------------------- insert and lock
 
-    def insert(self, key: BlockKey, parent: Node | None, full_block: BlockId, now_ns: int) -> Node:
-        """Add a block under `parent` (`None`: the root); the tree owns `full_block` from now on. Not yet locked."""
+    def insert(
+        self, key: BlockKey, parent: Node | None, full_block: BlockId, now_ns: int, *, locked: bool = False
+    ) -> Node:
+        """Add a block under `parent` (`None`: the root); the tree owns `full_block` from now on. `locked`: once, as by
+        `lock`."""
         if key in self._nodes:
             raise InvariantError(f"block key {key.hex()} inserted twice")
         node = Node(key, parent, parent.index + 1 if parent else 0, full_block, now_ns)
         self._nodes[key] = node
+        self.version += 1
         if parent is not None:
             parent.num_children += 1
             self._leaves.discard(parent)
-        self._leaves.add(node)
-        self.num_evictable_full += 1
+        if locked:
+            node.locks = 1
+        else:
+            self._leaves.add(node)
+            self.num_evictable_full += 1
         if self.on_change is not None:
             self.on_change(ADDED, node)
         return node
@@ -201,6 +210,7 @@ class PrefixTree:
             self._skip_epoch += 1  # nodes below may skip over this one
         node.swa_block = block
         node.swa_locks = 1
+        self.version += 1
         self.num_swa_blocks += 1
         if self.on_change is not None:
             self.on_change(WINDOW_LIVE, node)
@@ -273,6 +283,7 @@ class PrefixTree:
     def _free_swa(self, node: Node) -> None:
         self._swa_pool.free((node.swa_block,))
         node.swa_block = NO_BLOCK
+        self.version += 1
         self.num_swa_blocks -= 1
         if self.on_change is not None:
             self.on_change(WINDOW_GONE, node)
@@ -351,6 +362,7 @@ class PrefixTree:
         del self._nodes[leaf.key]
         if self.on_change is not None:
             self.on_change(REMOVED, leaf)
+        self.version += 1
         self._leaves.discard(leaf)
         self.num_evictable_full -= 1
         self.evicted_full_blocks_total += 1
@@ -372,8 +384,15 @@ class PrefixTree:
 
     def _pick_window(self, now_ns: int) -> Checkpoint:
         def freed_by(checkpoint: Checkpoint) -> int:
-            window = checkpoint.node.path_up(self.window_blocks)
-            return sum(1 for member in window if member.swa_marks == 1 and member.swa_locks == 0)
+            node: Node | None = checkpoint.node
+            freed = 0
+            for _ in range(self.window_blocks):  # as `path_up`, which is slower: this looks at many, time and again
+                if node is None:
+                    break
+                if node.swa_marks == 1 and node.swa_locks == 0:
+                    freed += 1
+                node = node.parent
+            return freed
 
         def unlocked(checkpoint: Checkpoint) -> int:
             return sum(1 for member in checkpoint.node.path_up(self.window_blocks) if member.swa_locks == 0)

@@ -16,13 +16,14 @@ most one block more than R needs: else that window could not be published, and t
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 from cygnet.base.geometry import KVGeometry
 
 ReuseKind = Literal["cold", "resume", "rebuild"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReusePlan:
+class ReusePlan(Struct, frozen=True, gc=False):
     """What a request will reuse. All token counts are from the start of the sequence."""
 
     kind: ReuseKind

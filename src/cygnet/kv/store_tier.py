@@ -41,6 +41,11 @@ class StoreTier:
         """Decide what to write next."""
         self.writes.pump(now_ns)
 
+    @property
+    def num_queued(self) -> int:
+        """Paths and windows that wait to be put."""
+        return self.writes.num_queued
+
     def take_commands(self) -> Sequence[StoreCommand]:
         """Commands decided since the last call, in order."""
         return self._outbox.take()

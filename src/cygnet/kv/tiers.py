@@ -37,6 +37,10 @@ class BelowHost(Protocol):
     def pump(self, now_ns: int) -> None:
         """Decide what to write next."""
 
+    @property
+    def num_queued(self) -> int:
+        """What `pump` has yet to decide on."""
+
 
 class _Copying:
     """Pairs chosen so far for one direction."""
@@ -234,6 +238,12 @@ class Tiers:
     def pending(self) -> bool:
         """Whether there is something to copy although nothing may be left to compute."""
         return bool(self._dirty or self._windows or self._evicted.full or self._evicted.swa)
+
+    @property
+    def settled(self) -> bool:
+        """Whether steps go by without anything to copy or store, as long as the trees don't change."""
+        copying = self.pending or self._pins or self._written or self._written_windows
+        return not copying and (self._store is None or not self._store.num_queued)
 
     def step_done(self, now_ns: int) -> None:
         """The step's copies are done."""

@@ -1,39 +1,23 @@
 """Workers and those who ask them: sessions arrive, their turns are sent, what comes back is recorded."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from cygnet.base.ids import BlockKey, RequestId
 from cygnet.base.messages import AddRequest, RequestOutput
-from cygnet.base.registry import Registry
 from cygnet.base.sampling import SamplingParams
-from cygnet.engine.core import PreparedRequest
+from cygnet.engine.core import EngineCore, PreparedRequest
 from cygnet.kv.request_kv import RequestKV
 from cygnet.sim.events import EventLoop, Priority
 from cygnet.sim.prompts import KeyChain, pieces_of
-from cygnet.sim.results import Recorder
+from cygnet.sim.results import Cached, Recorder
+from cygnet.sim.router import Dispatch
 from cygnet.sim.sessions import Piece, Session
 from cygnet.sim.worker import SimWorker
 
 MAX_TOKEN_ID = (1 << 31) - 1
 """Token ids are hashed as 32-bit integers."""
-
-Dispatch = Callable[[int, int, int], int]
-"""(number of the request, number of its session, number of workers) → worker. Knows nothing of load or caches."""
-
-DISPATCH: Registry[Dispatch] = Registry("dispatch")
-
-
-@DISPATCH.register("round_robin")
-def round_robin(request: int, session: int, workers: int) -> int:
-    """Requests in turn, wherever their session has been."""
-    return request % workers
-
-
-@DISPATCH.register("session")
-def by_session(request: int, session: int, workers: int) -> int:
-    """All requests of a session to one worker, sessions in turn."""
-    return session % workers
 
 
 class _Run:
@@ -47,13 +31,15 @@ class _Run:
 
 
 class _Live:
-    """A request on its way."""
+    """A request on its way. `worker` is the one that has it, or -1."""
 
-    __slots__ = ("arrival_ns", "cached", "first_ns", "kv", "output_tokens", "prompt_tokens", "queued_ns", "run")
+    __slots__ = (
+        "arrival_ns", "cached", "first_ns", "kv", "output_tokens", "prompt_tokens", "queued_ns", "run", "worker",
+    )  # fmt: skip
 
     def __init__(self, run: _Run, kv: RequestKV, prompt_tokens: int, arrival_ns: int) -> None:
-        self.run, self.kv = run, kv
-        self.prompt_tokens, self.output_tokens, self.cached = prompt_tokens, 0, 0
+        self.run, self.kv, self.worker = run, kv, -1
+        self.prompt_tokens, self.output_tokens, self.cached = prompt_tokens, 0, Cached()
         self.arrival_ns, self.first_ns, self.queued_ns = arrival_ns, -1, 0
 
 
@@ -68,7 +54,7 @@ class Cluster:
     A session whose `arrival_s` is `None` starts at once. Its next turn is sent `delay_s` after its last answer; a
     refused turn ends it. All workers must have the same block size and root key.
 
-    Invariant: `_live` names exactly the requests that some worker has.
+    Invariant: `_live` names exactly the requests that some worker has, or that wait in the router.
     """
 
     def __init__(
@@ -76,13 +62,13 @@ class Cluster:
         loop: EventLoop,
         root: BlockKey,
         *,
-        dispatch: str = "session",
         recorder: Recorder,
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.workers: list[SimWorker] = []
+        self.dispatch: Dispatch
+        """To be set with the workers, before `run`."""
         self._loop, self._root, self._recorder, self._progress = loop, root, recorder, progress
-        self._dispatch = DISPATCH.get(dispatch)
         self._live: dict[str, _Live] = {}
         self._sessions: Iterator[Session] = iter(())
         self._num_sessions = 0
@@ -114,40 +100,80 @@ class Cluster:
     def _send(self, run: _Run, now_ns: int) -> None:
         number = self._num_requests
         self._num_requests += 1
-        worker = self.workers[self._dispatch(number, run.number, len(self.workers))]
-        turn = run.session.turns[run.turn]
-        chain = self._chain(run, worker.core.kv.block_size)
-        chain.extend(pieces_of(turn))
-        request_id = RequestId(str(number))
-        if chain.num_tokens >= worker.core.kv.sizes.max_model_len:
+        sizes = self.workers[0].core.kv.sizes
+        chain = self._chain(run, sizes.block_size)
+        chain.extend(pieces_of(run.session.turns[run.turn]))
+        if chain.num_tokens >= sizes.max_model_len:
             self._recorder.refuse("too long")
             return
-        # The engine looks at the tokens of blocks that are not named yet, which all hold some of the answer.
-        message = AddRequest(request_id, [0] * chain.num_tokens, _sampling(turn.output_len), arrival_ns=now_ns)
+        request_id = RequestId(str(number))
         kv = RequestKV(request_id, self._root, keys=chain.keys)
         self._live[request_id] = _Live(run, kv, chain.num_tokens, now_ns)
-        worker.add(PreparedRequest(message, kv), number % MAX_TOKEN_ID, now_ns)
+        self.dispatch.place(request_id, run.number, kv.keys, chain.num_tokens)
 
-    def refuse(self, request_id: RequestId) -> None:
-        """A worker had no place for a request; to be the `on_refused` of every worker."""
-        del self._live[request_id]
-        self._recorder.refuse("queue full")
+    def deliver(self, request_id: str, worker: int) -> None:
+        """A worker was found for a request; to be the `placed` of `dispatch`."""
+        live = self._live[request_id]
+        live.worker = worker
+        turn = live.run.session.turns[live.run.turn]
+        message = AddRequest(request_id, [], _sampling(turn.output_len), arrival_ns=live.arrival_ns)
+        # The engine looks at the tokens of blocks that are not named yet, which all hold some of the answer.
+        tokens = array("i", bytes(4 * live.prompt_tokens))
+        prepared = PreparedRequest(message, live.kv, tokens)
+        self.workers[worker].add(prepared, int(request_id) % MAX_TOKEN_ID, self._loop.now_ns)
+
+    def refuse(self, request_id: str, why: str = "queue full") -> None:
+        """Nobody had a place for a request; to be the `on_refused` of every worker and of `dispatch`."""
+        live = self._live.pop(request_id)
+        self._recorder.refuse(why)
+        if live.worker >= 0:
+            self.dispatch.ended(request_id)
+
+    # ------------------------------------------------------------------ faults
+
+    def fail(self, worker: int, core: EngineCore) -> None:
+        """A worker dies, and what it had cached with it; `core` is what it will start again with.
+
+        Its requests that have not begun to answer are placed anew, as routers do; the others are broken off, and with
+        them their sessions.
+        """
+        lost = [(name, live) for name, live in self._live.items() if live.worker == worker]
+        self.workers[worker].die(core)
+        self.dispatch.down(worker)  # first, or those who wait for room would be sent there
+        for name, _ in lost:
+            self.dispatch.ended(name)
+        for name, live in lost:
+            live.worker = -1
+            if live.first_ns >= 0:
+                self.refuse(name, "broken off")
+            else:
+                live.kv = RequestKV(live.kv.request_id, self._root, keys=live.kv.keys[: self._named(live)])
+                self.dispatch.place(name, live.run.number, live.kv.keys, live.prompt_tokens)
+
+    def _named(self, live: _Live) -> int:
+        """Whole blocks of a request's prompt."""
+        return live.prompt_tokens // self.workers[0].core.kv.block_size
+
+    # --------------------------------------------------------------- outcomes
 
     def _chain(self, run: _Run, block_size: int) -> KeyChain:
         """What the next turn's prompt begins with: nothing, or all that its session said before."""
         chain, run.chain = run.chain, None
         return chain or KeyChain(self._root, block_size)
 
-    def take(self, outputs: Sequence[RequestOutput], now_ns: int) -> None:
+    def take(self, outputs: Sequence[RequestOutput], repeats: int, now_ns: int) -> None:
         """What a worker's step gave; to be the `on_outputs` of every worker."""
         live_requests = self._live
         for output in outputs:
             live = live_requests[output.request_id]
-            live.output_tokens += 1
+            live.output_tokens += 1 + repeats
             if live.first_ns < 0:
-                live.first_ns, live.cached, live.queued_ns = now_ns, output.num_cached_tokens, output.queued_ns
+                live.first_ns, live.queued_ns = now_ns, output.queued_ns
+                live.cached = Cached(output.num_cached_tokens, output.num_host_tokens, output.num_store_tokens)
+                self.dispatch.first_token(output.request_id)
             if output.finish_reason is not None:
                 del live_requests[output.request_id]
+                self.dispatch.ended(output.request_id)
                 self._finish(live, now_ns)
 
     def _finish(self, live: _Live, now_ns: int) -> None:
@@ -157,8 +183,8 @@ class Cluster:
             live.first_ns,
             now_ns,
             live.prompt_tokens,
-            live.cached,
             live.output_tokens,
+            live.cached,
         )
         self._progress(self._recorder.num_finished)
         run = live.run
@@ -181,8 +207,9 @@ class Cluster:
 
     def audit(self) -> list[str]:
         """All discrepancies of the workers, and between them and what is known to be on its way."""
-        faults = [fault for worker in self.workers for fault in worker.audit()]
+        faults = [fault for worker in self.workers for fault in worker.audit()] + self.dispatch.audit()
         known = sum(worker.num_requests for worker in self.workers)
-        if known != len(self._live):
-            faults.append(f"workers have {known} requests, {len(self._live)} are on their way")
+        placed = sum(live.worker >= 0 for live in self._live.values())
+        if known != placed:
+            faults.append(f"workers have {known} requests, {placed} are with one")
         return faults

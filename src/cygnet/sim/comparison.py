@@ -36,6 +36,8 @@ def measures(results: Results) -> dict[str, float]:
         "full hit, %": 100 * results.full_hit,
         "window-safe hit, %": 100 * results.window_safe_hit,
         "effective hit, %": 100 * results.effective_hit,
+        "of that from host memory, %": 100 * results.host_hit,
+        "of that from the store, %": 100 * results.store_hit,
         "rebuilt, %": 100 * results.rebuilt_share,
         "workers busy, %": 100 * results.busy_share,
         "preemptions": results.preemptions,

@@ -2,16 +2,22 @@
 
     time = sum over kinds of layers x max(FLOPs / rate, bytes / bandwidth) + collectives + overhead
 
-A kind is bound by whichever of the two takes longer. What is summed is one accelerator's share of one attention rank.
+A kind is bound by whichever of the two takes longer; where a machine does not do both at once (`overlap` below 1), part
+of the shorter is added. What is summed is one accelerator's share of one attention rank.
 Data-parallel ranks share their experts; the model takes all ranks of a replica to run as many tokens at the same time,
 which is kind to fleets whose ranks are loaded unevenly: waiting for one another is not in it.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cygnet.engine.plan import StepPlan
+from cygnet.kv.transfers import Copies, StepTransfers
 from cygnet.sim.hardware import HardwareProfile
 from cygnet.sim.model_facts import AttentionFacts, ModelFacts, attended_pairs
 
@@ -21,6 +27,9 @@ class CostModel(Protocol):
 
     def step_ns(self, plan: StepPlan) -> int:
         """Whole nanoseconds, at least 1. The same plan always takes as long."""
+
+    def repeats_ns(self, plan: StepPlan, count: int) -> Sequence[int]:
+        """The time of each of the `count` steps after `plan`, of decodes alone, that are the same one token further."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,9 @@ class LinearCost:
 
     def step_ns(self, plan: StepPlan) -> int:
         return self.per_step_ns + self.per_token_ns * plan.num_tokens
+
+    def repeats_ns(self, plan: StepPlan, count: int) -> Sequence[int]:
+        return [self.step_ns(plan)] * count
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,10 @@ class Load:
         requests = tuple((request.start, request.num_tokens) for request in plan.requests)
         sampled = sum(request.sample for request in plan.requests)
         return cls(sum(count for _, count in requests), sampled, requests)
+
+
+MOST_KNOWN = 1 << 16
+"""Batch sizes whose time is remembered."""
 
 
 class _Group:
@@ -91,6 +107,13 @@ class _Group:
         flops = decode_pairs * self.decode_flops + prefill_pairs * self.prefill_flops + all_pairs * self.index_flops
         return flops, read * self.token_bytes + all_read * self.index_bytes
 
+    def decode_work(self, ends: "NDArray[np.int64]", steps: "NDArray[np.int64]") -> tuple[Any, Any]:
+        """`work` of one token of each request, of `ends + step` tokens, for each step."""
+        every = ends.sum() + len(ends) * steps
+        seen = every if self.limit is None else np.minimum(ends[:, None] + steps, self.limit).sum(axis=0)
+        flops, read = seen * self.decode_flops, seen * self.token_bytes
+        return (flops + every * self.index_flops, read + every * self.index_bytes) if self.index else (flops, read)
+
 
 class RooflineCost:
     """Steps of one attention rank of `tp` accelerators whose experts are spread over `ep`.
@@ -108,15 +131,22 @@ class RooflineCost:
         ep: int = 1,
         kv_bytes: int = 2,
         imbalance: float = 1 / 0.85,
+        block_size: int = 0,
     ) -> None:
+        """`block_size` is needed where plans have transfers between device and host."""
         self._facts, self._hardware = facts, hardware
         self._tp, self._ep, self._imbalance = tp, max(ep, tp) if facts.moe else tp, imbalance
         self._groups = [_Group(group, kv_bytes, tp) for group in facts.groups]
+        geometry = facts.kv_geometry(kv_bytes, tp)
+        self._full_bytes, self._swa_bytes = geometry.full.block_bytes(block_size), geometry.swa.block_bytes(block_size)
+        self._known: dict[tuple[int, int, int], float] = {}
+        self._exposed = 1.0 - hardware.overlap
         weights = facts.weight_bytes
         self._flops_16 = hardware.flops_16bit * hardware.flops_efficiency
         self._flops_8 = hardware.flops_8bit * hardware.flops_efficiency
         self._attention_rate = hardware.flops_16bit * hardware.attention_efficiency
         self._bandwidth = hardware.memory_bandwidth * hardware.bandwidth_efficiency
+        self._kv_bandwidth = hardware.memory_bandwidth * hardware.kv_efficiency
         self._products = [
             (group.num_layers, parameters / tp, each)
             for group in facts.groups
@@ -131,34 +161,79 @@ class RooflineCost:
             self._products.append((facts.moe.num_layers, facts.moe.shared_parameters / tp, weights.mlp))
 
     def step_ns(self, plan: StepPlan) -> int:
-        return self.load_ns(Load.of(plan))
+        compute_ns = self.load_ns(Load.of(plan)) if plan.requests else round(self._hardware.step_overhead_ns)
+        return self._with_transfers(compute_ns, plan.transfers) if plan.transfers else compute_ns
+
+    def _with_transfers(self, compute_ns: int, transfers: StepTransfers) -> int:
+        """What is evicted goes first; loads, layer by layer, and saves go beside the step, and the first layer waits
+        for its load."""
+        evicted, loads, saves = map(self._copy_ns, (transfers.evicted, transfers.loads, transfers.saves))
+        return evicted + max(compute_ns + loads // self._facts.num_layers, loads, saves)
+
+    def _copy_ns(self, copies: Copies) -> int:
+        moved = len(copies.full) * self._full_bytes + len(copies.swa) * self._swa_bytes
+        return math.ceil(moved / (self._hardware.host_bandwidth * self._hardware.host_efficiency) * 1e9)
 
     def load_ns(self, load: Load) -> int:
         """The time of a step that does `load`."""
-        seconds = sum(self.parts(load).values())
-        return max(1, math.ceil(seconds * 1e9))
+        return max(1, math.ceil((self._attention(load) + self._rest(load)) * 1e9))
+
+    def repeats_ns(self, plan: StepPlan, count: int) -> Sequence[int]:
+        load = Load.of(plan)
+        ends = np.array([start + 1 for start, _ in load.requests])
+        steps = np.arange(1, count + 1)
+        attention = np.zeros(count)
+        for group in self._groups:
+            flops, read = group.decode_work(ends, steps)
+            computing, reading = flops / self._attention_rate, read / self._kv_bandwidth
+            longer, shorter = np.maximum(computing, reading), np.minimum(computing, reading)
+            attention += group.layers * (longer + self._exposed * shorter)
+        nanoseconds: list[int] = np.ceil((attention + self._rest(load)) * 1e9).astype(np.int64).tolist()
+        return nanoseconds
+
+    def _attention(self, load: Load) -> float:
+        seconds = 0.0
+        for group in self._groups:
+            flops, read = group.work(load.requests)
+            seconds += group.layers * self._both(flops / self._attention_rate, read / self._kv_bandwidth)
+        return seconds
+
+    def _rest(self, load: Load) -> float:
+        """Seconds of all but attention, which depend on how many tokens there are and not on where."""
+        size = load.tokens, load.sampled, len(load.requests)
+        known = self._known.get(size)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[size] = sum(self._parts_by_tokens(load).values())
+        return known
+
+    def _both(self, computing: float, reading: float) -> float:
+        """Seconds of computing and reading side by side, as far as they go so."""
+        return max(computing, reading) + self._exposed * min(computing, reading)
 
     def parts(self, load: Load) -> dict[str, float]:
         """Seconds by what they are spent on."""
+        return {"attention": self._attention(load), **self._parts_by_tokens(load)}
+
+    def _parts_by_tokens(self, load: Load) -> dict[str, float]:
         facts, tokens = self._facts, load.tokens
-        attention = 0.0
-        for group in self._groups:
-            flops, read = group.work(load.requests)
-            attention += group.layers * max(flops / self._attention_rate, read / self._bandwidth)
         products = sum(layers * self._product(tokens, parameters, each) for layers, parameters, each in self._products)
         head = facts.vocab_size * facts.hidden_size / self._tp
         return {
-            "attention": attention,
             "projections and dense MLPs": products,
             "experts": self._experts(tokens),
-            "head": self._product(load.sampled, head, facts.weight_bytes.embedding) if load.sampled else 0.0,
+            "head": self._product(load.sampled, head, facts.weight_bytes.embedding) / self._hardware.head_speed
+            if load.sampled
+            else 0.0,
             "collectives": self._collectives(tokens),
-            "overhead": self._hardware.step_overhead_ns / 1e9,
+            "overhead": (self._hardware.step_overhead_ns + len(load.requests) * self._hardware.request_overhead_ns)
+            / 1e9,
         }
 
     def _product(self, tokens: float, parameters: float, each: float) -> float:
         rate = self._flops_8 if each <= 1.0 else self._flops_16
-        return max(2.0 * tokens * parameters / rate, parameters * each / self._bandwidth)
+        return self._both(2.0 * tokens * parameters / rate, parameters * each / self._bandwidth)
 
     def _experts(self, tokens: int) -> float:
         moe = self._facts.moe
@@ -169,7 +244,8 @@ class RooflineCost:
         rate = self._flops_8 if each <= 1.0 else self._flops_16
         flops = 2.0 * tokens * ranks * moe.top_k * moe.expert_parameters / self._ep * self._imbalance
         touched = moe.num_experts / self._ep * (1.0 - (1.0 - moe.top_k / moe.num_experts) ** (tokens * ranks))
-        return moe.num_layers * max(flops / rate, touched * moe.expert_parameters * each / self._bandwidth)
+        reading = touched * moe.expert_parameters * each / self._bandwidth
+        return moe.num_layers * self._both(flops / rate, reading)
 
     def _collectives(self, tokens: int) -> float:
         """All-reduces of layers split over `tp` (two each), and the way to the experts and back (8 and 16 bits)."""

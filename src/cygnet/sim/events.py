@@ -9,12 +9,15 @@ from cygnet.base.errors import InvariantError
 
 class Priority(IntEnum):
     """Order at one instant, which is a live engine's: a step's end is applied, then it is taken in what has come, then
-    the next step is decided. Of what comes at once, new sessions are before turns of old ones."""
+    the next step is decided. Of what comes at once, new sessions are before turns of old ones, and these before answers
+    of the store, and faults."""
 
     STEP_END = 0
     SESSION = 1
     TURN = 2
-    STEP_START = 3
+    STORE = 3
+    FAULT = 4
+    STEP_START = 5
 
 
 Action = Callable[[int], None]

@@ -100,6 +100,15 @@ def latencies(columns: dict[str, Column], form: str) -> bytes:
     return image(figure, form)
 
 
+def _origins(columns: dict[str, Column]) -> dict[str, Column]:
+    """Prompt tokens of each request by where their KV came from; host and store where anything did."""
+    cached, host, store = columns["cached_tokens"], columns["host_tokens"], columns["store_tokens"]
+    if not host.any() and not store.any():
+        return {"from the cache": cached, "computed": columns["prompt_tokens"] - cached}
+    lower = {name: tokens for name, tokens in (("host", host), ("store", store)) if tokens.any()}
+    return {"device": cached - host - store, **lower, "computed": columns["prompt_tokens"] - cached}
+
+
 def over_time(columns: dict[str, Column], form: str, *, bins: int = 60) -> bytes:
     """Prompt tokens per second of arrivals, split by where they came from; median and 90th percentile of TTFT."""
     check_format(form)
@@ -107,12 +116,9 @@ def over_time(columns: dict[str, Column], form: str, *, bins: int = 60) -> bytes
     arrival = columns["arrival_ns"] / 1e9
     edges = np.linspace(arrival.min(), max(arrival.max(), arrival.min() + 1e-3), bins + 1)
     width = edges[1] - edges[0]
-    cached, _ = np.histogram(arrival, edges, weights=columns["cached_tokens"])
-    prompt, _ = np.histogram(arrival, edges, weights=columns["prompt_tokens"])
+    origins = {name: np.histogram(arrival, edges, weights=tokens)[0] for name, tokens in _origins(columns).items()}
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    axes[0].stackplot(
-        edges[:-1], cached / width, (prompt - cached) / width, labels=("from the cache", "computed"), step="post"
-    )
+    axes[0].stackplot(edges[:-1], [tokens / width for tokens in origins.values()], labels=list(origins), step="post")
     axes[0].set_ylabel("prompt tokens per second")
     axes[0].yaxis.set_major_formatter("{x:,.0f}")
     axes[0].legend(fontsize=8, frameon=False)

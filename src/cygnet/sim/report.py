@@ -7,6 +7,7 @@ from html import escape
 import msgspec
 
 from cygnet.sim.comparison import Estimate, estimates
+from cygnet.sim.hardware import Calibration
 from cygnet.sim.plots import latencies, over_time
 from cygnet.sim.results import Column, Results
 from cygnet.sim.scenario import Scenario
@@ -15,6 +16,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1120px; padding: 0 1rem; color: #222 }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { padding: .15rem 1rem .15rem 0; text-align: left; vertical-align: top }
+th + th { text-align: right } td:first-child { white-space: nowrap }
 td.n { text-align: right; font-variant-numeric: tabular-nums } tr + tr { border-top: 1px solid #eee }
 svg { max-width: 100%; height: auto } p.note { color: #666 } pre { background: #f6f6f6; padding: .6rem; overflow: auto }
 """
@@ -29,6 +31,8 @@ class Ran:
     runs: tuple[Results, ...]
     columns: dict[str, Column]
     """Requests of the first seed's run."""
+    calibration: Calibration | None = None
+    """Of its step times."""
 
 
 def figure(estimate: Estimate) -> str:
@@ -43,7 +47,7 @@ def figure(estimate: Estimate) -> str:
 
 def html(rans: Sequence[Ran], *, notes: Sequence[str] = ()) -> str:
     """The page. Raises `ConfigError` without matplotlib."""
-    title = "Simulation: " + " against ".join(ran.name for ran in rans)
+    title = "Simulation: " + (" against " if len(rans) == 2 else ", ").join(ran.name for ran in rans)
     parts = [f"<h1>{escape(title)}</h1>", *(f'<p class="note">{escape(note)}</p>' for note in notes)]
     parts.append(_table(rans))
     for ran in rans:

@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,7 +12,11 @@ from numpy.typing import NDArray
 from cygnet.base.messages import EngineStats
 
 Column = NDArray[np.int64]
-COLUMNS = ("arrival_ns", "queued_ns", "first_ns", "end_ns", "prompt_tokens", "cached_tokens", "output_tokens")
+COLUMNS = (
+    "arrival_ns", "queued_ns", "first_ns", "end_ns", "prompt_tokens", "output_tokens", "cached_tokens", "host_tokens",
+    "store_tokens",
+)  # fmt: skip
+"""`cached_tokens` is the effective hit, of which `host_tokens` and `store_tokens` came from there."""
 SUMMED = (
     "steps_total",
     "computed_tokens_total",
@@ -21,14 +26,24 @@ SUMMED = (
     "effective_hit_tokens_total",
     "rebuilt_tokens_total",
     "preemptions_total",
+    "host_hit_tokens_total",
+    "store_hit_tokens_total",
     "evicted_full_blocks_total",
     "evicted_windows_total",
 )
 """Counters of `EngineStats` that are added up over the workers."""
 
 
+class Cached(NamedTuple):
+    """Tokens that a request did not compute: all of them, and those that came from the host and from the store."""
+
+    total: int = 0
+    host: int = 0
+    store: int = 0
+
+
 class Recorder:
-    """Finished requests, 56 bytes each, and how many were refused for which reason."""
+    """Finished requests, 72 bytes each, and how many were refused for which reason."""
 
     def __init__(self) -> None:
         self._columns = tuple(array("q") for _ in COLUMNS)
@@ -39,10 +54,10 @@ class Recorder:
         return len(self._columns[0])
 
     def record(
-        self, arrival_ns: int, queued_ns: int, first_ns: int, end_ns: int, prompt: int, cached: int, output: int
+        self, arrival_ns: int, queued_ns: int, first_ns: int, end_ns: int, prompt: int, output: int, cached: Cached
     ) -> None:
         """One finished request, in the order of `COLUMNS`."""
-        row = (arrival_ns, queued_ns, first_ns, end_ns, prompt, cached, output)
+        row = (arrival_ns, queued_ns, first_ns, end_ns, prompt, output, *cached)
         for column, value in zip(self._columns, row, strict=True):
             column.append(value)
 
@@ -98,6 +113,10 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     """Part from which one could resume at once."""
     effective_hit: float
     """Part that was really not computed."""
+    host_hit: float
+    """Part that came from host memory."""
+    store_hit: float
+    """Part that came from the store."""
     rebuilt_share: float
     """Tokens replayed to rebuild windows, per prompt token."""
     preemptions: int
@@ -151,6 +170,8 @@ def summarize(
         full_hit=totals["full_hit_tokens_total"] / queried,
         window_safe_hit=totals["window_safe_hit_tokens_total"] / queried,
         effective_hit=totals["effective_hit_tokens_total"] / queried,
+        host_hit=totals["host_hit_tokens_total"] / queried,
+        store_hit=totals["store_hit_tokens_total"] / queried,
         rebuilt_share=totals["rebuilt_tokens_total"] / queried,
         preemptions=totals["preemptions_total"],
         evicted_full_blocks=totals["evicted_full_blocks_total"],

@@ -6,6 +6,7 @@ Benchmarks turn pieces into tokens (`cli.bench.workload`); the simulator needs t
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import merge
 from typing import NamedTuple
 
 BYTES_PER_TOKEN = 4
@@ -124,29 +125,34 @@ def _cut(turn: Turn, room: int, output_len: int) -> Turn:
 def repeated(sessions: Sequence[Session], count: int, *, every_s: float, shared: str = "shared-") -> Iterator[Session]:
     """`count` copies of the sessions one after another, `every_s` apart, each about texts of its own: a larger
     population. Pieces whose key begins with `shared` stay common to all copies. Lazy."""
-    for copy in range(count):
-        for session in sessions:
-            arrival_s = None if session.arrival_s is None else session.arrival_s + copy * every_s
-            turns = session.turns if copy == 0 else tuple(_renamed(turn, copy, shared) for turn in session.turns)
-            yield replace(session, arrival_s=arrival_s, turns=turns)
+    for number in range(count):
+        yield from _copy(sessions, number, number * every_s, shared)
+
+
+def overlaid(
+    sessions: Sequence[Session], count: int, *, spread_s: float, first: int = 0, after_s: float = 0.0
+) -> Iterator[Session]:
+    """`count` copies of the sessions at once, `spread_s` apart: the same pattern of arrivals, `count` times as dense.
+
+    The sessions must be in the order of their arrivals, and so is what comes out. Copies are numbered from `first`, and
+    begin `after_s`. Lazy.
+    """
+    copies = (_copy(sessions, first + place, after_s + place * spread_s, "shared-") for place in range(count))
+    return merge(*copies, key=lambda session: session.arrival_s or 0.0)
+
+
+def _copy(sessions: Sequence[Session], number: int, after_s: float, shared: str) -> Iterator[Session]:
+    """The sessions `after_s` later; all copies but number 0 are about texts of their own."""
+    for session in sessions:
+        arrival_s = None if session.arrival_s is None else session.arrival_s + after_s
+        turns = session.turns if number == 0 else tuple([_renamed(turn, number, shared) for turn in session.turns])
+        yield Session(turns, session.growing, arrival_s)
 
 
 def _renamed(turn: Turn, copy: int, shared: str) -> Turn:
     if turn.text is not None:
         return replace(turn, text=f"{copy} {turn.text}")
-    return replace(
-        turn,
-        pieces=tuple(
-            piece if piece.key.startswith(shared) else Piece(f"{copy}/{piece.key}", piece.length)
-            for piece in turn.pieces
-        ),
-    )
-
-
-def overlaid(sessions: Sequence[Session], count: int, *, spread_s: float) -> Iterator[Session]:
-    """`count` copies of the sessions at once, `spread_s` apart: the same pattern of arrivals, `count` times as dense.
-
-    In the order of their arrivals.
-    """
-    copies = repeated(sessions, count, every_s=spread_s)
-    return iter(sorted(copies, key=lambda session: session.arrival_s or 0.0))
+    pieces = [
+        piece if piece.key.startswith(shared) else Piece(f"{copy}/{piece.key}", piece.length) for piece in turn.pieces
+    ]
+    return Turn(tuple(pieces), None, turn.output_len, turn.delay_s)

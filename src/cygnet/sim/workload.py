@@ -1,12 +1,12 @@
 """From a scenario's `[workload]` to the sessions that are simulated."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cygnet.base.errors import ConfigError
 from cygnet.sim.agents import fit, generate
 from cygnet.sim.scenario import Scenario
-from cygnet.sim.sessions import Session, overlaid, repeated, sped_up, with_poisson_arrivals
+from cygnet.sim.sessions import Session, overlaid, sped_up, with_poisson_arrivals
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,15 @@ def workload(scenario: Scenario, trace: Sequence[Session] | None) -> Workload:
             raise ConfigError("this trace has no arrival times; set workload.rate, in sessions per second")
         base = sorted(base, key=lambda session: session.arrival_s or 0.0)
     requests = sum(len(session.turns) for session in base)
-    if asked.overlay > 1:
-        base = list(overlaid(base, asked.overlay, spread_s=_gap(base) / asked.overlay))
-    sessions: Iterable[Session] = base
-    if asked.copies > 1:
-        sessions = repeated(base, asked.copies, every_s=_span(base) + _gap(base))
-    return Workload(sessions, requests * asked.overlay * asked.copies)
+    return Workload(_scaled(base, asked.overlay, asked.copies), requests * asked.overlay * asked.copies)
+
+
+def _scaled(base: Sequence[Session], overlay: int, copies: int) -> Iterator[Session]:
+    """`copies` times, one after another, `overlay` copies at once. Lazy: a long run's sessions are never all there."""
+    gap = _gap(base)
+    for number in range(copies):
+        after_s = number * (_span(base) + gap)
+        yield from overlaid(base, overlay, spread_s=gap / overlay, first=number * overlay, after_s=after_s)
 
 
 def _span(sessions: Sequence[Session]) -> float:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cygnet.cli.bench.calibrate import calibrate
+
 if TYPE_CHECKING:
     from cygnet.cli.bench.client import Client, Result
     from cygnet.cli.bench.load import Form
@@ -24,6 +26,9 @@ def _option(metavar: str, text: str, envvar: str | None = None) -> Any:
 @bench_app.callback()
 def bench() -> None:
     """Measure a server."""
+
+
+bench_app.command("calibrate")(calibrate)
 
 
 @bench_app.command("serve")
