@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -131,7 +132,7 @@ def raw(size: int) -> Iterator[tuple[socket.socket, socket.socket]]:
 def raw_ways(near: socket.socket, far: socket.socket, source: memoryview, size: int) -> list[Way]:
     """The bounds. `source` is shared memory."""
     into = np.zeros(size, np.uint8)
-    view, pages = memoryview(into), np.frombuffer(source, np.uint8)
+    view, pages = into.data, np.frombuffer(source, np.uint8)
 
     def descriptor(_: int) -> None:
         near.sendall(bytes(HEADER))
@@ -211,7 +212,7 @@ def redis_ways(name: str, port: int, source: memoryview, size: int, stack: ExitS
     return ways
 
 
-def redis_py(port: int, stack: ExitStack) -> object:
+def redis_py(port: int, stack: ExitStack) -> Any:
     """A redis-py client; `None` where that is not installed."""
     try:
         from redis import Redis

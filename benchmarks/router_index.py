@@ -91,11 +91,11 @@ def replay(traces: Path, quick: bool) -> dict[str, float]:
             ids: list[int] = []
             for t, tokens, _, _, _, _, kept, new in session["requests"]:
                 ids = ids[:kept] + new
-                chain, key = [], number.to_bytes(8, "little")
+                keys, key = [], number.to_bytes(8, "little")
                 for block in ids:
                     key = xxh3_64_digest(key + int(block).to_bytes(8, "little", signed=True))
-                    chain.append(key)
-                requests.append((number * 30.0 + t, number, tokens, len(ids), b"".join(chain)))
+                    keys.append(key)
+                requests.append((number * 30.0 + t, number, tokens, len(ids), b"".join(keys)))
     requests.sort(key=lambda request: request[:2])
     now, cache = 0, CacheSettings()
     state = LocalState(lambda: now, ttl_ns=int(cache.ttl_s * 1e9), lease_ns=10**18, max_entries=cache.max_entries)

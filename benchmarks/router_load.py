@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httptools
@@ -132,9 +133,8 @@ async def run_load(port: int, callers: int, seconds: float, body_bytes: int, moc
     loop = asyncio.get_running_loop()
     begin = time.perf_counter()
     for number in range(callers):
-        await loop.create_connection(
-            lambda n=number: Caller(requests, n * 7, begin + seconds, tally, done), "127.0.0.1", port
-        )
+        make = partial(Caller, requests, number * 7, begin + seconds, tally, done)
+        await loop.create_connection(make, "127.0.0.1", port)
     await finished.wait()
     took = time.perf_counter() - begin
     first, total = sorted(tally.first_ms), sorted(tally.total_ms)

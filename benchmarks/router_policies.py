@@ -18,6 +18,7 @@ import statistics
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class Simulation:
         self.placed = 0
         self.done: list[Request] = []
         for number in range(len(sessions)):
-            self.at(self.random.uniform(0, start_s), lambda n=number: self.arrive(n, 0))
+            self.at(self.random.uniform(0, start_s), partial(self.arrive, number, 0))
 
     def at(self, time: float, what: Callable[[], None]) -> None:
         self.count += 1

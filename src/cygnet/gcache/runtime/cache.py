@@ -12,7 +12,7 @@ from functools import partial
 from cygnet.gcache.arena import Entry
 from cygnet.gcache.limits import Limits
 from cygnet.gcache.protocol import Item, Put
-from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, unpack_sums, value_is_whole
+from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, unpack_sums
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.memory_tier import MemoryTier
 from cygnet.gcache.runtime.shared_memory import SharedMemory
@@ -310,8 +310,7 @@ class Cache:
 
     def _verify(self, entry: Entry) -> Entry | Item:
         """Check an object that an earlier process has left; a damaged one is given up."""
-        if value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry)):
-            entry.verified = True
+        if self.memory.is_whole(entry):
             return entry
         with self.memory.lock:
             self.counts.torn_objects += 1
@@ -479,7 +478,7 @@ class Cache:
             for entry in chosen:
                 self.arena.pin(entry)
                 self._in_transition.add(entry.key)
-        whole = [entry for entry in chosen if entry.verified or self._is_whole(entry)]
+        whole = [entry for entry in chosen if entry.verified or self.memory.is_whole(entry)]
         records = [self.arena.record(entry) for entry in whole]
         outcomes = self._on_disk.write([entry.key for entry in whole], records, DISK_TIMEOUT_S)
         taken = {entry for entry, outcome in zip(whole, outcomes, strict=True) if outcome is Outcome.OK}
@@ -499,7 +498,3 @@ class Cache:
             self._disk_takes = bool(taken) or not whole
             self.memory.tell()
         return len(taken)
-
-    def _is_whole(self, entry: Entry) -> bool:
-        entry.verified = value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry))
-        return entry.verified

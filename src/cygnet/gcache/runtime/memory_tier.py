@@ -10,6 +10,7 @@ from cygnet.gcache.leases import Leases
 from cygnet.gcache.limits import Limits
 from cygnet.gcache.namespaces import Namespaces
 from cygnet.gcache.protocol import ANY, Item
+from cygnet.gcache.record import value_is_whole
 from cygnet.gcache.runtime.counts import Counts
 from cygnet.gcache.tiering import Tiering
 
@@ -170,6 +171,11 @@ class MemoryTier:
                 **self.counts.as_dict(),
                 **self.namespaces.stats(),
             }
+
+    def is_whole(self, entry: Entry) -> bool:
+        """Whether a pinned entry's value is what its checksums say; remembered if so."""
+        entry.verified = value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry))
+        return entry.verified
 
     def audit(self) -> list[str]:
         """All discrepancies. Slow."""
