@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cygnet.cli.gcache_cluster import drain, joining, members
 from cygnet.cli.gcache_top import Count, Interval
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def _option(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text, show_default=False)
 
 
-Servers = Annotated[str, _option("LIST", "[ID@]HOST[:PORT],... [127.0.0.1:7400]")]
+Servers = Annotated[str, _option("LIST", "[ID@]HOST[:PORT],... or etcd=HOST[:PORT],... [127.0.0.1:7400]")]
 Namespace = Annotated[str, _option("NAME", "namespace of the key [files]")]
 
 
@@ -63,6 +64,13 @@ def serve(
     max_connections: Annotated[int, _option("N", "connections at once [256]")] = 256,
     metrics_port: Annotated[int | None, _option("PORT", "publish Prometheus metrics there")] = None,
     server_id: Annotated[str, _option("NAME", "name in placement [HOST:PORT]")] = "",
+    etcd: Annotated[str, _option("LIST", "join a cluster in this etcd: [http[s]://]HOST[:PORT],...")] = "",
+    cluster: Annotated[str, _option("NAME", "name of the cluster [default]")] = "default",
+    advertise: Annotated[str, _option("HOST[:PORT]", "where other machines reach it [--host:--port]")] = "",
+    group: Annotated[str, _option("NAME", "what fails together, such as its rack [none]")] = "",
+    weight: Annotated[int, _option("N", "its share of the keys [100]")] = 100,
+    grace: Annotated[float, _option("S", "seconds a server may be gone before others get its keys [60]")] = 60.0,
+    move_rate: Annotated[str, _option("SIZE", "bytes per second to move to others, 0 for any [256MiB]")] = "256MiB",
     write_down: Annotated[bool, typer.Option("--write-down", help="at the end, copy memory to disk")] = False,
     open_: Annotated[bool, typer.Option("--no-token", help="allow a public address without a token")] = False,
     json: Annotated[bool, typer.Option("--json", help="say that it serves as a line of JSON")] = False,
@@ -88,6 +96,8 @@ def serve(
         limits or (),
         public=open_,
     )
+    if etcd:
+        options = joining(options, etcd, cluster, advertise, group, weight, grace, move_rate)
     server = Server(options)
     try:
         metrics = None if metrics_port is None else Exposition(server.stats, host, metrics_port)
@@ -280,19 +290,10 @@ def _hold_signals() -> "set[signal.Signals]":
 
 
 def _client(servers: str, *, same_host: bool = True) -> "GCacheClient":
-    import os
+    from cygnet.gcache.runtime.connect import connect
+    from cygnet.gcache.runtime.store import options_of
 
-    from cygnet.gcache.runtime.client import ClientOptions, GCacheClient
-    from cygnet.gcache.runtime.store import parse_servers
-
-    client = GCacheClient(
-        ClientOptions(
-            servers=parse_servers(servers.removeprefix("gcache://")),
-            token=os.environ.get(TOKEN, ""),
-            timeout_s=CLI_TIMEOUT_S,
-            same_host=same_host,
-        )
-    )
+    client = connect(options_of(servers.removeprefix("gcache://"), timeout_s=CLI_TIMEOUT_S, same_host=same_host))
     try:
         client.check(timeout_s=5.0)
     except BaseException:
@@ -309,3 +310,7 @@ def _key(namespace: str, name: str) -> bytes:
         return full_key(namespace.encode(), name.encode())
     except ValueError as error:
         raise ConfigError(f"key {name[:40]!r}: {error}") from None
+
+
+gcache_app.command("members")(members)
+gcache_app.command("drain")(drain)

@@ -23,7 +23,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from cygnet.base.errors import ConfigError
 from cygnet.gcache.record import full_key
-from cygnet.gcache.runtime.client import GCacheClient
+from cygnet.gcache.runtime.connect import connect
 from cygnet.gcache.runtime.polled import Polled
 from cygnet.gcache.runtime.store import CHECK_TIMEOUT_S, parse_spec
 from cygnet.kv.store import Outcome
@@ -44,7 +44,7 @@ class GCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         settings = {**PARAMETERS, **parameters}
         self._namespace = str(settings["namespace"]).encode()
         self._timeout_s = float(settings["timeout_s"])
-        self._client = GCacheClient(parse_spec(str(settings["servers"])))
+        self._client = connect(parse_spec(str(settings["servers"])))
         try:
             self._client.check(timeout_s=CHECK_TIMEOUT_S)
         except ConfigError:
