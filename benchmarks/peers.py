@@ -49,7 +49,7 @@ LMCACHE_NEEDS = (
     ),
     *("msgspec", "numba", "numpy", "nvtx", "opentelemetry-sdk", "opentelemetry-exporter-otlp", "prometheus-client"),
     *("opentelemetry-exporter-prometheus<=0.61b0", "psutil", "py-cpuinfo", "pyyaml", "pyzmq", "redis", "safetensors"),
-    *("sortedcontainers", "transformers", "xxhash", "pytest", "pytest-timeout", "typer", "prometheus-client"),
+    *("sortedcontainers", "transformers", "xxhash", "pytest", "pytest-timeout", "typer"),
 )
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 TORCH, TORCH_INDEX = "torch==2.13.0+cpu", "https://download.pytorch.org/whl/cpu"

@@ -154,6 +154,16 @@ def test_a_batch_of_good_missing_and_damaged_objects(options: dict[str, object])
         assert sdk.audit() == []
 
 
+def test_a_batch_of_empty_objects() -> None:
+    with server() as running, client(running.port, same_host=False) as sdk:
+        keys = [key(number) for number in range(5)]
+        assert sdk.batch_put(keys, [b""] * 5) == [Outcome.OK] * 5
+        assert sdk.batch_get_into(keys, [bytearray()] * 5) == [Outcome.OK] * 5
+        assert sdk.get_into(keys[0], bytearray()) is Outcome.OK
+        assert sdk.get_into(keys[0], bytearray(1)) is Outcome.MISS
+        assert sdk.audit() == []
+
+
 @pytest.mark.parametrize("count", [1, 40])
 def test_bytes_damaged_on_their_way_are_torn_and_removed(count: int) -> None:
     with server() as running, client(running.port, same_host=False) as sdk:

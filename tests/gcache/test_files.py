@@ -24,7 +24,8 @@ BIG = bytes(range(251)) * (5 * MIB // 251 + 1)
 
 @contextmanager
 def files(running: Server, **options: object) -> Iterator[GCacheFileSystem]:
-    opened = GCacheFileSystem(f"127.0.0.1:{running.port}?timeout_s=20", skip_instance_cache=True, **options)
+    servers = f"127.0.0.1:{running.port}?timeout_s=60"
+    opened = GCacheFileSystem(servers, timeout_s=60.0, skip_instance_cache=True, **options)
     try:
         yield opened
     finally:

@@ -33,7 +33,7 @@ def test_which_limits_count() -> None:
     ):
         assert namespaces.limits_of(full_key(name, b"x")) is expected
     assert Namespaces({b"*": LIMITED[b"a"]}).limits_of(full_key(b"", b"x")) is LIMITED[b"a"]
-    assert not Namespaces({})
+    assert not Namespaces({}).any
 
 
 @pytest.mark.parametrize(("own", "asked", "given_"), [(0, 0, 0), (0, 7, 7), (5, 0, 5), (5, 7, 5), (5, 3, 3)])

@@ -81,6 +81,9 @@ def test_conditions_and_times(door: tuple[Server, Redis]) -> None:
     assert db.pexpire("a", 5000)
     assert not db.expire("none", 10)
     assert db.get("a") == b"3"
+    assert db.set("empty", b"")
+    assert db.expire("empty", 10)
+    assert db.get("empty") == b""
     now += 4999 * 10**6
     assert db.pttl("a") == 1
     now += 10**6

@@ -5,12 +5,14 @@ however many extents there are. Neighbours that are free are always one extent.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 _SUB_BITS = 3
 _TRIES = 4
 """Extents looked at in a request's own class, where not each is long enough."""
 
 
+@lru_cache(maxsize=1 << 14)
 def class_of(units: int) -> int:
     """The class that a free extent of `units` is kept in; classes are ordered by size."""
     if units < 1 << _SUB_BITS:

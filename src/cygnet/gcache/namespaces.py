@@ -51,17 +51,15 @@ class Namespaces:
         self._prefixes = sorted(
             ((name[:-1], limit) for name, limit in limits.items() if name.endswith(b"*")), key=lambda one: -len(one[0])
         )
+        self.any = bool(limits)
+        """Whether there are limits at all."""
         self._entries: dict[bytes, dict[Entry, None]] = {}
         """By age, the oldest first."""
         self._bytes: dict[bytes, int] = {}
 
-    def __bool__(self) -> bool:
-        """Whether there are limits at all."""
-        return bool(self._exact or self._prefixes)
-
     def limits_of(self, key: bytes) -> NamespaceLimits:
         """Limits of a key's namespace. O(limits)."""
-        return self._of(split_key(key)[0]) if self else NO_LIMITS
+        return self._of(split_key(key)[0]) if self.any else NO_LIMITS
 
     def _of(self, namespace: bytes) -> NamespaceLimits:
         exact = self._exact.get(namespace)
@@ -71,7 +69,7 @@ class Namespaces:
 
     def add(self, entry: Entry) -> None:
         """It has come to memory."""
-        if not self:
+        if not self.any:
             return
         namespace = split_key(entry.key)[0]
         if self._of(namespace) is not NO_LIMITS:
@@ -80,7 +78,7 @@ class Namespaces:
 
     def remove(self, entry: Entry) -> None:
         """It has left memory."""
-        if not self:
+        if not self.any:
             return
         namespace = split_key(entry.key)[0]
         entries = self._entries.get(namespace)
@@ -96,7 +94,7 @@ class Namespaces:
 
         The oldest that nobody uses; some that have been read are spared, and count as new.
         """
-        if not self:
+        if not self.any:
             return []
         namespace = split_key(key)[0]
         quota = self._of(namespace).max_bytes
@@ -140,7 +138,7 @@ class Namespaces:
     def audit(self, entries: list[Entry]) -> list[str]:
         """All discrepancies with `entries`, which are in memory."""
         expected: dict[bytes, set[Entry]] = {}
-        for entry in entries if self else ():
+        for entry in entries if self.any else ():
             namespace = split_key(entry.key)[0]
             if self._of(namespace) is not NO_LIMITS:
                 expected.setdefault(namespace, set()).add(entry)

@@ -54,7 +54,8 @@ class Tiering:
     def add(self, entry: Entry) -> None:
         """An object has come to memory, clean or not."""
         entry.uses = 0
-        self.namespaces.add(entry)
+        if self.namespaces.any:
+            self.namespaces.add(entry)
         if entry.key in self._ghosts:
             del self._ghosts[entry.key]
             self._main[entry] = None
@@ -74,7 +75,8 @@ class Tiering:
 
     def remove(self, entry: Entry) -> None:
         """It has left memory."""
-        self.namespaces.remove(entry)
+        if self.namespaces.any:
+            self.namespaces.remove(entry)
         if entry in self._small:
             del self._small[entry]
             self._small_bytes -= entry.num_bytes

@@ -192,7 +192,8 @@ class Cache:
             fresh = self.reserve(key, old.value_bytes, ttl_ms, deadline, old.root)
             if isinstance(fresh, Item):
                 return fresh
-            copy(self.arena.value(fresh), self.arena.value(old))
+            if old.value_bytes:
+                copy(self.arena.value(fresh), self.arena.value(old))
             sums = unpack_sums(self.arena.sums(old))
             return self.commit(fresh, sums, deadline, lambda entry, _: entry is old)
         finally:
@@ -296,9 +297,12 @@ class Cache:
 
     def _refused(self, key: bytes, value_bytes: int) -> Item | None:
         """Why an object is not taken, however much room there is."""
-        limits, own = self.limits, self.memory.namespaces.limits_of(key)
+        limits, namespaces = self.limits, self.memory.namespaces
         if value_bytes > limits.max_value_bytes or len(key) > limits.max_key_bytes:
             return Item.FULL
+        if not namespaces.any:
+            return None
+        own = namespaces.limits_of(key)
         if own.max_value_bytes and value_bytes > own.max_value_bytes:
             return Item.FULL
         over_quota = own.max_bytes and layout(len(key), value_bytes).record_bytes > own.max_bytes
@@ -420,13 +424,14 @@ class Cache:
 
     def _publish(self, entry: Entry, sums: list[int]) -> Item:
         """With the lock: have it found, and its namespace's oldest objects go where that is over its quota."""
-        excess = self.memory.namespaces.excess(entry.key, entry.num_bytes)
-        if excess is None:
-            self.arena.abort(entry)
-            return Item.FULL
-        for old in excess:
-            self._give_up(old)
-        self.counts.over_quota_objects += len(excess)
+        if self.memory.namespaces.any:
+            excess = self.memory.namespaces.excess(entry.key, entry.num_bytes)
+            if excess is None:
+                self.arena.abort(entry)
+                return Item.FULL
+            for old in excess:
+                self._give_up(old)
+            self.counts.over_quota_objects += len(excess)
         self.memory.publish(entry, sums)
         if self._writer is not None:
             self._writer.nudge()

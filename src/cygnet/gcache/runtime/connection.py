@@ -365,7 +365,7 @@ class Connection:
     def _put_small(self, puts: Sequence[Put], body_bytes: int, deadline: float) -> list[Item]:
         """Whole objects, none of more than one chunk: taken in together, then put where they belong."""
         cache = self._cache
-        data = (self._sinks(body_bytes) or [self._sink])[0]
+        data = self._sink_of(body_bytes)
         self._wire.read_pieces([Piece(data, checked=False)])
         items = [Item.TORN] * len(puts)
         whole: list[tuple[int, memoryview, list[int]]] = []
@@ -440,9 +440,13 @@ class Connection:
 
     def _sinks(self, num_bytes: int) -> list[memoryview]:
         """Memory to read away so many bytes."""
-        self._sink = self._sink or memoryview(bytearray(SINK_BYTES))
         whole, rest = divmod(num_bytes, SINK_BYTES)
-        return [self._sink] * whole + ([self._sink[:rest]] if rest else [])
+        return [self._sink_of(SINK_BYTES)] * whole + ([self._sink_of(rest)] if rest else [])
+
+    def _sink_of(self, num_bytes: int) -> memoryview:
+        """Memory of this connection's own, at most `SINK_BYTES`, until it is asked for again."""
+        self._sink = self._sink or memoryview(bytearray(SINK_BYTES))
+        return self._sink[:num_bytes]
 
     def _drain(self, num_bytes: int) -> None:
         self._wire.read_pieces([Piece(part, checked=False) for part in self._sinks(num_bytes)])

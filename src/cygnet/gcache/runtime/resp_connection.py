@@ -13,6 +13,7 @@ from cygnet.gcache.runtime.cache import Allowed, Cache
 from cygnet.gcache.runtime.connection import Service
 from cygnet.gcache.runtime.resp_commands import BUDGET_S, COMMANDS, CommandError
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Wire
+from cygnet.kv.runtime.disk_store.disk import copy
 
 RECEIVE_BYTES = 256 << 10
 FLUSH_ANSWERS, FLUSH_BYTES = 256, 8 << 20
@@ -150,7 +151,8 @@ class RespConnection:
             raise CommandError(
                 "OOM the value does not fit this server, or its limits" if entry is Item.FULL else "ERR too slow"
             )
-        self.cache.arena.value(entry)[:] = value
+        if value:
+            copy(self.cache.arena.value(entry), memoryview(value))
         item = self.cache.commit(entry, checksums(key, value), deadline, allowed)
         self.cache.counts.put(item)
         if item is Item.TIMED_OUT:
