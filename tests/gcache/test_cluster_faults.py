@@ -253,7 +253,7 @@ def test_scale_out_and_drain_by_command_under_load_while_etcd_loses_a_node(etcd:
 
 def test_a_draining_server_that_is_killed_goes_on_when_it_is_back(etcd: EtcdCluster) -> None:
     numbers = range(90)
-    with cluster(etcd, "a", "b", more=("--move-rate", "2MiB")) as made:
+    with cluster(etcd, "a", "b", more=("--move-rate", "128KiB")) as made:
         sdk = fill(made, numbers)
         sdk.drain("a")
         wait_until(lambda: int(str(sdk.stats()["a"]["moved_objects"])) > 3, "nothing moves")
@@ -273,14 +273,14 @@ def test_a_draining_server_that_is_killed_goes_on_when_it_is_back(etcd: EtcdClus
 
 def test_a_new_server_that_is_killed_while_it_gets_its_share_loses_nothing_when_it_is_back(etcd: EtcdCluster) -> None:
     numbers = range(90)
-    with cluster(etcd, "a", "b", more=("--move-rate", "1MiB")) as made:
+    with cluster(etcd, "a", "b", more=("--move-rate", "128KiB")) as made:
         sdk = fill(made, numbers)
         new = made.add("c")
-        wait_until(lambda: int(str(sdk.stats().get("c", {}).get("objects", 0))) > 3, "nothing moves")
         new.signal(signal.SIGKILL)
         view = made.view()
         assert view is not None
-        assert not view.is_settled
+        assert view.server("c") is not None
+        assert view.server("c").percent < 100, "too fast to show anything"
         new.start()
         made.settle("a", "b", "c")
         assert all(sdk.get(key(number)) == value_of(number) for number in numbers)
@@ -289,7 +289,7 @@ def test_a_new_server_that_is_killed_while_it_gets_its_share_loses_nothing_when_
 
 def test_a_draining_server_that_does_not_come_back_costs_what_it_still_had(etcd: EtcdCluster) -> None:
     numbers, written = range(60), range(100, 112)
-    with cluster(etcd, "a", "b", "c", more=("--move-rate", "1MiB", "--grace", "6")) as made:
+    with cluster(etcd, "a", "b", "c", more=("--move-rate", "128KiB", "--grace", "6")) as made:
         sdk = fill(made, numbers)
         mine = {number for number in numbers if sdk.placement.owner(key(number)) == "a"}
         with Load(made, numbers, written, timeout_s=2.0) as load:

@@ -190,7 +190,8 @@ class Moving(RuleBasedStateMachine):
     """Servers that go over to new views late, clients that hold old ones, movers that stop half way; one dumb dict.
 
     A client's answer is right when it is the value that was last stored, or a miss: a miss only when the value was
-    somewhere that was lost, or had no room.
+    somewhere that was lost, or had no room. Of a server that was given up but runs on, and clients that have not heard
+    of it either, nothing is expected: they are a partition, and what they do is undone when it comes back.
     """
 
     def __init__(self) -> None:
@@ -216,6 +217,11 @@ class Moving(RuleBasedStateMachine):
             self.epoch[id_] = view
         server = self.epoch[id_].server(id_)
         return self.epoch[id_].epoch == view.epoch and server is not None and server.state is not State.DOWN
+
+    def is_cut_off(self, id_: str) -> bool:
+        """Whether the others go on without it."""
+        server = self.view.server(id_)
+        return server is None or server.state is State.DOWN
 
     @rule(id_=ids)
     def join(self, id_: str) -> None:
@@ -313,7 +319,7 @@ class Moving(RuleBasedStateMachine):
             if self.held[older].pop(name, None) == self.stored.get(name):
                 self.may_be_lost.add(name)
         newest = asked.newest(name)
-        if self.ask(view, newest):
+        if self.ask(view, newest) and not self.is_cut_off(newest):
             self.held[newest][name] = self.stored[name] = self.turn
             self.may_be_lost.discard(name)
 
@@ -328,6 +334,8 @@ class Moving(RuleBasedStateMachine):
                 if owner not in self.epoch or self.epoch[owner].epoch != view.epoch:
                     return  # it would come back with a newer view
                 continue
+            if self.is_cut_off(owner):
+                return
             if name in self.held[owner]:
                 assert self.held[owner][name] == self.stored[name], "an old value"
                 return

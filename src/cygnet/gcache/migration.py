@@ -7,7 +7,7 @@ from cygnet.gcache.membership import Owners
 
 T = TypeVar("T")
 
-PORTION_BYTES = 8 << 20
+PORTION_BYTES = 2 << 20
 PORTION_KEYS = 256
 """Of objects that are sent together, and pinned for it. One object may be larger."""
 OPEN_BYTES = 32 << 20

@@ -178,11 +178,6 @@ class Cache:
                 self._end(entry.key)
         return item
 
-    def commit_new(self, entry: Entry, sums: list[int], deadline: float) -> Item:
-        """Like `commit` if nothing is called that; otherwise `entry` is given up, which is `OK` too."""
-        item = self.commit(entry, sums, deadline, lambda there, on_disk: there is None and not on_disk)
-        return Item.OK if item is Item.MISS else item
-
     def set_ttl(self, key: bytes, ttl_ms: int, deadline: float) -> Item:
         """Have an object expire so long from now, 0 for never: it is copied, if nothing has replaced it meanwhile."""
         old = self.acquire(key, deadline)

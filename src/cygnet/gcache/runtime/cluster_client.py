@@ -222,14 +222,17 @@ class ClusterClient(GCacheClient):
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE
     ) -> list[bool | None]:
         deadline = self._deadline(timeout_s)
+        removed: set[int] = set()
+        """From an older owner, in whichever round."""
 
         def remove(now: _Epoch, some: list[int]) -> list[bool | None]:
             older = self._remove_from_older(now, keys, some, route, deadline)
+            removed.update(at for at, was in older.items() if was)
             left = deadline - time.monotonic()
             newest = now.lenses[0].try_remove([keys[at] for at in some], timeout_s=left, route=route)
             return [
-                None if was is None or there is None else was or there
-                for was, there in zip((older[at] for at in some), newest, strict=True)
+                None if older[at] is None or there is None else at in removed or there
+                for at, there in zip(some, newest, strict=True)
             ]
 
         return self._write(len(keys), remove, deadline, None, lambda there: there is None)

@@ -45,7 +45,7 @@ from cygnet.gcache.record import CHUNK_BYTES, checksums, chunk_seed, num_chunks,
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.cluster import Cluster
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
-from cygnet.gcache.runtime.uploads import Upload, Uploads
+from cygnet.gcache.runtime.uploads import Upload, Uploads, commit
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
 
@@ -424,7 +424,7 @@ class Connection:
             if isinstance(place, Upload):
                 item = self._service.uploads.end_slice(place, put, sums if whole else None, deadline)
             elif whole:
-                item = (self._cache.commit_new if put.keep else self._cache.commit)(place, sums, deadline)
+                item = commit(self._cache, put, place, sums, deadline)
             else:
                 self._cache.abandon(place)
                 item = Item.TORN

@@ -12,6 +12,14 @@ from cygnet.gcache.runtime.cache import Cache
 Name = tuple[int, bytes]
 
 
+def commit(cache: Cache, put: Put, entry: Entry, sums: list[int], deadline: float) -> Item:
+    """Have what was put found. If it is to keep what is there, and there is something, it is given up: `OK` too."""
+    if not put.keep:
+        return cache.commit(entry, sums, deadline)
+    item = cache.commit(entry, sums, deadline, lambda there, on_disk: there is None and not on_disk)
+    return Item.OK if item is Item.MISS else item
+
+
 @dataclass
 class Upload:
     """One value on its way. Pinned for its writer, and once more for each slice that is arriving."""
@@ -76,8 +84,7 @@ class Uploads:
                 self._uploads.pop((put.upload, put.key), None)
         self._cache.memory.release([upload.entry])
         if done:
-            commit = self._cache.commit_new if put.keep else self._cache.commit
-            return commit(upload.entry, complete, deadline)
+            return commit(self._cache, put, upload.entry, complete, deadline)
         if upload.over:
             if not was_over:
                 self._cache.abandon(upload.entry)
