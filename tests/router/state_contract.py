@@ -142,6 +142,12 @@ class StateContract:
         fits = await fix.placed([0] * 9, plan)
         assert (fits.slot, fits.cost) == (0, 1)
 
+    async def test_a_worker_that_does_little_takes_a_prompt_beyond_its_budget(self, fix: Fixture) -> None:
+        plan = plan_for(await fix.workers(1), budget=88)
+        assert (await fix.placed([1], plan)).cost == 11
+        assert (await fix.placed(list(range(50)), plan)).cost == 501
+        assert await fix.route([7], plan) == NoRoom(0)
+
     async def test_spilled_is_said(self, fix: Fixture) -> None:
         slots = await fix.workers(2)
         candidates = (Candidate(slots[0], max_tokens=100), Candidate(slots[1], min_tokens=100))

@@ -111,6 +111,8 @@ def test_budget_leaves_no_room_but_an_idle_worker_takes_anything() -> None:
     plan = replace(plan_of("cache_aware"), budget=1000)
     assert choose(plan, 500, [0] * 8, [600] * 8, 0.0) is None
     assert slot_for(plan, 5_000, {}, dict.fromkeys(range(7), 600)) == 7
+    assert slot_for(plan, 5_000, {}, {**dict.fromkeys(range(8), 600), 3: 125}) == 3, "so does one that does very little"
+    assert choose(plan, 5_000, [0] * 8, [126] * 8, 0.0) is None
     assert slot_for(plan, 500, {2: 450}, dict.fromkeys(range(8), 600)) == 2, "only the uncached part needs room"
 
 
@@ -157,7 +159,9 @@ def test_choice_is_the_best_by_the_formula(workers: list[tuple[int, int]], chanc
     plan = Plan(tuple(Candidate(slot) for slot in range(len(workers))), match_weight=1.5, load_floor=100, budget=budget)
     matched, loads = [m for m, _ in workers], [load for _, load in workers]
     choice = choose(plan, tokens, matched, loads, chance)
-    room = [p for p in range(len(workers)) if not budget or not loads[p] or loads[p] + tokens - matched[p] <= budget]
+    room = [
+        p for p, load in enumerate(loads) if load * 8 <= budget or load + tokens - matched[p] <= budget or not budget
+    ]
     norm = max(sum(loads) / len(loads), tokens, 100)
     if choice is None:
         assert not room

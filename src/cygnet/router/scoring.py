@@ -38,7 +38,7 @@ class Plan:
     load_floor: int = 8192
     """Tokens."""
     budget: int = 0
-    """Most pending tokens per worker; 0: no limit. An idle worker takes anything."""
+    """Most pending tokens per worker; 0: no limit. A worker with at most `1 / NEARLY_IDLE` of it takes anything."""
     request_tokens: int = 64
     """Load that a request adds besides its uncached tokens."""
     by_total: bool = False
@@ -53,6 +53,9 @@ class Choice(Struct, frozen=True, gc=False):
     place: int
     spilled: bool
 
+
+NEARLY_IDLE = 8
+"""Running requests count for a little each; without this a prompt longer than the budget would wait until none runs."""
 
 HOLDS_MOST = 0.5
 """From this matched fraction on a worker meant for longer work keeps a prompt although little is left to compute."""
@@ -71,7 +74,7 @@ def choose(plan: Plan, tokens: int, matched: Sequence[int], loads: Sequence[int]
     for place, candidate in enumerate(plan.candidates):
         uncached = tokens - matched[place]
         load = loads[place]
-        if plan.budget and load > 0 and load + uncached > plan.budget:
+        if load * NEARLY_IDLE > plan.budget > 0 and load + uncached > plan.budget:
             continue
         fraction = matched[place] / total
         size = tokens if plan.by_total else uncached

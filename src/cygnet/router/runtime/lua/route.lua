@@ -90,7 +90,7 @@ local best, best_tier, best_score = {}, 2, 0
 for k = 1, count do
   local matched = spared[k]
   local uncached, load = tokens - matched, loads[k]
-  if budget == 0 or load <= 0 or load + uncached <= budget then
+  if budget == 0 or load * 8 <= budget or load + uncached <= budget then
     local fraction = matched / total
     local size = by_total and tokens or uncached
     local fits = size < high[k] and (size >= low[k] or (not by_total and fraction >= 0.5))
