@@ -6,6 +6,7 @@ Runs by itself, one token per sequence and step, or, with `manual=True`, only wh
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -61,26 +62,19 @@ class _Sequence:
         return output
 
 
-Prefix = tuple[str, tuple[int, ...]]
-"""Salt and tokens."""
+@dataclass(frozen=True)
+class _Block:
+    """A cached block, the last of `ids[:end]`."""
 
+    key: BlockKey
+    parent: bytes
+    salt: str
+    ids: tuple[int, ...]
+    end: int
 
-def _starts(prefix: Prefix) -> list[Prefix]:
-    """What `prefix` goes on from."""
-    salt, ids = prefix
-    return [(salt, ids[:end]) for end in range(BLOCK, len(ids), BLOCK)]
-
-
-def _key(prefix: Prefix) -> bytes:
-    salt, ids = prefix
-    keys: list[BlockKey] = []
-    extend_keys(keys, root_key("fake", salt), ids, BLOCK, len(ids))
-    return keys[-1]
-
-
-def _added(prefix: Prefix) -> list[CacheChange]:
-    before = _starts(prefix)
-    return [(ADDED, _key(prefix), _key(before[-1]) if before else b""), (WINDOW_LIVE, _key(prefix), b"")]
+    @property
+    def added(self) -> list[CacheChange]:
+        return [(ADDED, self.key, self.parent), (WINDOW_LIVE, self.key, b"")]
 
 
 def _describe(salt: str, ids: tuple[int, ...]) -> SequenceReport:
@@ -124,7 +118,8 @@ class FakeEngine:
         self._max_waiting = max_waiting
         self._manual = manual
         self._sequences: dict[str, _Sequence] = {}
-        self._prefixes: set[Prefix] = set()
+        self._blocks: dict[bytes, _Block] = {}
+        """By key; a block comes after its parent."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -192,16 +187,17 @@ class FakeEngine:
         if not self._alive:
             raise EngineDeadError("the engine is not running")
         self.flushes += 1
-        dropped = len(self._prefixes)
-        for prefix in sorted(self._prefixes, key=lambda prefix: -len(prefix[1])):
-            self._tell([(WINDOW_GONE, _key(prefix), b""), (REMOVED, _key(prefix), b"")])
-        self._prefixes.clear()
+        dropped = len(self._blocks)
+        for key in reversed(self._blocks):
+            self._tell([(WINDOW_GONE, key, b""), (REMOVED, key, b"")])
+        self._blocks.clear()
         return FlushReport(dropped, 0, store=store and "store" in self._ready.tiers)
 
     async def inspect_cache(self, limit: int) -> CacheReport:
         if not self._alive:
             raise EngineDeadError("the engine is not running")
-        ends = [p for p in self._prefixes if not any(p in _starts(other) for other in self._prefixes)]
+        parents = {block.parent for block in self._blocks.values()}
+        ends = [block for key, block in self._blocks.items() if key not in parents]
         pools = [("full", self._stats.full), ("swa", self._stats.swa)]
         return CacheReport(
             block_size=BLOCK,
@@ -220,13 +216,13 @@ class FakeEngine:
                 for group, pool in pools
             ),
             num_sequences=len(ends),
-            sequences=tuple(_describe(salt, ids) for salt, ids in ends[:limit]),
+            sequences=tuple(_describe(block.salt, block.ids[: block.end]) for block in ends[:limit]),
         )
 
     def watch_cache(self, listener: Callable[[CacheChanged], None] | None) -> None:
         self._listener = listener
         if listener is not None:
-            whole = [change for prefix in sorted(self._prefixes, key=lambda p: len(p[1])) for change in _added(prefix)]
+            whole = [change for block in self._blocks.values() for change in block.added]
             asyncio.get_running_loop().call_soon(listener, CacheChanged(self._sequence, True, whole, []))
 
     def _tell(self, changes: list[CacheChange], prompts: Sequence[PromptCached] = ()) -> None:
@@ -309,17 +305,18 @@ class FakeEngine:
 
     def _cached(self, request: AddRequest) -> int:
         ids = tuple(request.prompt_token_ids)
+        keys: list[BlockKey] = []
+        extend_keys(keys, root_key("fake", request.cache_salt), ids, BLOCK, len(ids))
         cached = 0
-        for end in range(BLOCK, len(ids), BLOCK):
-            if (request.cache_salt, ids[:end]) in self._prefixes and cached == end - BLOCK:
-                cached = end
-        for end in range(BLOCK, len(ids) + 1, BLOCK):
-            prefix = (request.cache_salt, ids[:end])
-            if prefix not in self._prefixes:
-                self._prefixes.add(prefix)
-                self._tell(_added(prefix))
-        if whole := len(ids) // BLOCK * BLOCK:
-            self._tell([], [(request.request_id, len(ids), _key((request.cache_salt, ids[:whole])))])
+        for index, key in enumerate(keys, 1):
+            if key not in self._blocks:
+                parent = keys[index - 2] if index > 1 else b""
+                self._blocks[key] = block = _Block(key, parent, request.cache_salt, ids, index * BLOCK)
+                self._tell(block.added)
+            elif index * BLOCK < len(ids):
+                cached = index * BLOCK
+        if keys:
+            self._tell([], [(request.request_id, len(ids), keys[-1])])
         return cached
 
     def _count(self, **amounts: int) -> None:
