@@ -151,7 +151,7 @@ class NoModel:
     description = SimpleNamespace(vocab_size=VOCAB)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        return batch.token_ids
+        return batch.token_ids if batch.wanted is None else batch.token_ids[batch.wanted.rows]
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
