@@ -1,7 +1,7 @@
 """Prefix caches at equal KV bytes: hit rates on public traces, with MiMo-V2.5-Pro's geometry and without a model.
 
     python benchmarks/prefix_cache.py [--quick] [--traces NAME ...] [--systems TEXT ...] [--part X] [--jobs N]
-                                      [--json FILE] [--plot FILE.png] [--check]
+                                      [--seeds N] [--json FILE] [--plot FILE.png] [--check]
 
 A hit is a prompt token that is not computed again. Requests start when the trace says so (agentic sessions: a Poisson
 process of starts), or wait for room; they hold their KV for as long as they decode. Time is virtual. Compared are
@@ -15,7 +15,8 @@ process of starts), or wait for room; they hold their KV for as long as they dec
 
 All work in blocks of 128 tokens, and all requests take 2,048 tokens at a time. SGLang's two pools have Cygnet's sizes;
 vLLM takes both kinds of blocks from one pool. Budgets are parts of what the full-attention KV of the whole trace
-weighs. Between them Cygnet is run at budgets that shrink by a tenth, to look for cliffs.
+weighs. Between them Cygnet is run at budgets that shrink by a tenth, to look for cliffs. Its eviction samples its
+candidates, and of few hits chance makes many or few: Cygnet's figures are means over seeds.
 
 The traces are read from ../shared/traces or, where that is not, from the sample in `benchmarks/data`. `--check`
 compares with `[prefix_cache]` in targets.toml; what a run lacks the figures for is not judged.
@@ -33,6 +34,7 @@ from functools import cache
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cygnet.base.threads import usable_cpus
@@ -98,6 +100,8 @@ class Measured:
     budget_bytes: int
     facts: dict[str, float]
     seconds: float = 0.0
+    spread: tuple[float, float] = (0.0, 0.0)
+    """Lowest and highest hit rate of the seeds."""
     extra: bool = False
     """Run only to look for cliffs."""
 
@@ -111,13 +115,20 @@ def requests_of(trace: str, limit: int) -> list[Request]:
     return load(trace, limit)
 
 
-def run_ours(load_: Load, system: System, budget_bytes: int, extra: bool) -> Measured:
+def run_ours(load_: Load, system: System, budget_bytes: int, seeds: int, extra: bool) -> Measured:
+    """Means over seeds."""
     started = time.perf_counter()
-    subject = CygnetCache(system, budget_bytes, load_.session_tokens)
-    facts = replay(requests_of(load_.trace, load_.limit), subject).facts()
-    if faults := subject.manager.audit():
-        raise RuntimeError(f"{system.name} on {load_.trace}: {faults[:3]}")
-    return Measured(load_.trace, system.name, budget_bytes, facts, time.perf_counter() - started, extra)
+    found = []
+    for seed in range(seeds):
+        seeded = replace(system, policy=replace(system.policy, seed=seed))
+        subject = CygnetCache(seeded, budget_bytes, load_.session_tokens)
+        found.append(replay(requests_of(load_.trace, load_.limit), subject).facts())
+        if faults := subject.manager.audit():
+            raise RuntimeError(f"{system.name} on {load_.trace}: {faults[:3]}")
+    facts = {name: fmean(facts[name] for facts in found) for name in found[0]}
+    rates = [facts["hit_rate"] for facts in found]
+    seconds = (time.perf_counter() - started) / seeds
+    return Measured(load_.trace, system.name, budget_bytes, facts, seconds, (min(rates), max(rates)), extra)
 
 
 def tenths(budgets: list[int]) -> list[int]:
@@ -152,7 +163,9 @@ def run_peer(worker: Worker, load_: Load, budget_bytes: int) -> Measured:
     return Measured(load_.trace, worker.name, budget_bytes, facts, time.perf_counter() - started)
 
 
-def measure(load_: Load, chosen: Callable[[str], bool], jobs: int, peers: Iterable[Worker]) -> list[Measured]:
+def measure(
+    load_: Load, chosen: Callable[[str], bool], jobs: int, seeds: int, peers: Iterable[Worker]
+) -> list[Measured]:
     """Everything of one trace; the infinite cache first."""
     infinite = InfiniteCache()
     started = time.perf_counter()
@@ -170,13 +183,13 @@ def measure(load_: Load, chosen: Callable[[str], bool], jobs: int, peers: Iterab
     # Forked, so that the trace is read once.
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
         tasks: list[Future[Measured]] = [
-            pool.submit(run_ours, load_, system, budget, False)
+            pool.submit(run_ours, load_, system, budget, seeds if system.name == OURS else 1, False)
             for budget in budgets
             for system in systems()
             if chosen(system.name)
         ]
         ours = next(system for system in systems() if system.name == OURS)
-        tasks += [pool.submit(run_ours, load_, ours, budget, True) for budget in extra]
+        tasks += [pool.submit(run_ours, load_, ours, budget, seeds, True) for budget in extra]
         try:
             theirs = [run_peer(worker, load_, budget) for worker in peers for budget in budgets]
             return [*results, *(task.result() for task in tasks), *theirs]
@@ -297,13 +310,21 @@ def report(results: dict[str, list[Measured]], facts: dict[str, Any], options: a
         "config": {
             "quick": options.quick,
             "part": options.part,
+            "seeds": options.seeds,
             "block_size": BLOCK,
             "chunk": CHUNK,
             "geometry": GEOMETRY,
         },
         "environment": environment(peers=facts),
         "results": [
-            {"trace": r.trace, "system": r.system, "budget_bytes": r.budget_bytes, "seconds": r.seconds, **r.facts}
+            {
+                "trace": r.trace,
+                "system": r.system,
+                "budget_bytes": r.budget_bytes,
+                "seconds": r.seconds,
+                "spread": r.spread,
+                **r.facts,
+            }
             for measured in results.values()
             for r in measured
         ],
@@ -317,10 +338,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", metavar="TEXT", help="only those whose name contains one of these")
     parser.add_argument("--part", type=float, default=1.0, metavar="X", help="replay only this part of what is usual")
     parser.add_argument("--jobs", type=int, default=usable_cpus(), help="replays at once")
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="runs of Cygnet at each budget [3; quick: 1]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results here (.png, .svg)")
     parser.add_argument("--check", action="store_true", help="fail when a target is missed")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.seeds = options.seeds or (1 if options.quick else 3)
+    return options
 
 
 def main() -> int:
@@ -336,7 +360,7 @@ def main() -> int:
     try:
         for usual in (one for one in (QUICK if options.quick else LOADS) if one.trace in options.traces):
             load_ = replace(usual, limit=max(1, round(usual.limit * options.part)))
-            results[load_.trace] = measured = measure(load_, chosen, options.jobs, workers)
+            results[load_.trace] = measured = measure(load_, chosen, options.jobs, options.seeds, workers)
             print_table(measured)
             verdicts += judge(load_.trace, measured, targets)
         facts = {worker.name: worker.ask("facts") for worker in workers}
