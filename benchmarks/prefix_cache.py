@@ -298,7 +298,10 @@ def plot(results: dict[str, list[Measured]], path: Path) -> None:
             width = 2.4 if name == OURS else 1.2
             axes.plot(*zip(*points, strict=True), marker="." if name != OURS else "", linewidth=width, label=name)
         axes.axhline(100 * measured[0].hit_rate, color="black", linewidth=0.8, linestyle="--", label=INFINITE)
+        budgets = sorted({r.budget_bytes / GB for r in measured[1:] if not r.extra})
         axes.set_xscale("log")
+        axes.set_xticks(budgets, [f"{budget:,.0f}" for budget in budgets])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set(title=trace, xlabel="KV bytes, GB", ylabel="prompt tokens not computed again, %")
     panels[0][-1].legend(fontsize=7)
