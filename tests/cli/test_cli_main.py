@@ -19,13 +19,18 @@ VERBS = (
     ["cache", "flush"],
     ["plan"],
     ["simulate"],
+    ["up"],
+    ["bench", "calibrate"],
     ["bench", "serve"],
     ["config", "show"],
     ["doctor"],
     ["version"],
     [],
 )
-GCACHE_VERBS = (["gcache"], *(["gcache", verb] for verb in ("serve", "stat", "get", "put", "bench")))
+GCACHE_VERBS = (
+    ["gcache"],
+    *(["gcache", verb] for verb in ("serve", "stat", "top", "get", "put", "bench", "members", "drain")),
+)
 
 
 def test_help_imports_nothing_heavy() -> None:

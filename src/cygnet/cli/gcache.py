@@ -30,7 +30,7 @@ def _option(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text, show_default=False)
 
 
-Servers = Annotated[str, _option("LIST", "[ID@]HOST[:PORT],... or etcd=HOST[:PORT],... [127.0.0.1:7400]")]
+Servers = Annotated[str, _option("LIST", "[ID@]HOST[:PORT], several by commas, or etcd=HOST[:PORT] [127.0.0.1:7400]")]
 Namespace = Annotated[str, _option("NAME", "namespace of the key [files]")]
 
 
@@ -48,29 +48,29 @@ def serve(
     port: Annotated[int, _option("PORT", "port, 0 for any [7400]")] = 7400,
     resp_port: Annotated[int | None, _option("PORT", "serve Redis clients there, 0 for any")] = None,
     memory: Annotated[str, _option("SIZE", "shared memory to take at once [1GiB]")] = "1GiB",
-    disk: Annotated[str, _option("PATH:SIZE", "folder for what is cold, such as /data/gcache:200GiB")] = "",
-    arena: Annotated[Path | None, _option("PATH", "folder of the memory [/dev/shm/cygnet-gcache-UID-PORT]")] = None,
-    object_size: Annotated[str, _option("SIZE", "mean size; memory/SIZE objects fit at most [16KiB]")] = "16KiB",
+    disk: Annotated[str, _option("PATH:SIZE", "folder for what is cold")] = "",
+    arena: Annotated[Path | None, _option("PATH", "folder of the memory [one in /dev/shm]")] = None,
+    object_size: Annotated[str, _option("SIZE", "mean size, which bounds their number [16KiB]")] = "16KiB",
     max_value: Annotated[str, _option("SIZE", "largest value taken [1GiB]")] = "1GiB",
     limits: Annotated[
         list[str] | None,
         typer.Option(
             "--limit",
-            metavar="NAME:quota=SIZE,value=SIZE,ttl=S",
-            help="limits of a namespace, or of all that begin so (NAME*); may be given again",
+            metavar="NAME:LIMITS",
+            help="quota=SIZE,value=SIZE,ttl=S of NAME or NAME*",
             show_default=False,
         ),
     ] = None,
     max_connections: Annotated[int, _option("N", "connections at once [256]")] = 256,
     metrics_port: Annotated[int | None, _option("PORT", "publish Prometheus metrics there")] = None,
     server_id: Annotated[str, _option("NAME", "name in placement [HOST:PORT]")] = "",
-    etcd: Annotated[str, _option("LIST", "join a cluster in this etcd: [http[s]://]HOST[:PORT],...")] = "",
+    etcd: Annotated[str, _option("LIST", "join a cluster: its etcd, HOST[:PORT],HOST[:PORT]")] = "",
     cluster: Annotated[str, _option("NAME", "name of the cluster [default]")] = "default",
-    advertise: Annotated[str, _option("HOST[:PORT]", "where other machines reach it [--host:--port]")] = "",
+    advertise: Annotated[str, _option("HOST[:PORT]", "where others reach it [--host:--port]")] = "",
     group: Annotated[str, _option("NAME", "what fails together, such as its rack [none]")] = "",
     weight: Annotated[int, _option("N", "its share of the keys [100]")] = 100,
-    grace: Annotated[float, _option("S", "seconds a server may be gone before others get its keys [60]")] = 60.0,
-    move_rate: Annotated[str, _option("SIZE", "bytes per second to move to others, 0 for any [256MiB]")] = "256MiB",
+    grace: Annotated[float, _option("S", "seconds gone before others get its keys [60]")] = 60.0,
+    move_rate: Annotated[str, _option("SIZE", "bytes/s to move to others, 0 for any [256MiB]")] = "256MiB",
     write_down: Annotated[bool, typer.Option("--write-down", help="at the end, copy memory to disk")] = False,
     open_: Annotated[bool, typer.Option("--no-token", help="allow a public address without a token")] = False,
     json: Annotated[bool, typer.Option("--json", help="say that it serves as a line of JSON")] = False,
@@ -128,7 +128,10 @@ def stat(servers: Servers = DEFAULT_SERVERS) -> None:
 
 @gcache_app.command("top")
 def top(servers: Servers = DEFAULT_SERVERS, interval: Interval = 2.0, count: Count = 0) -> None:
-    """Show what servers are doing, until Ctrl-C: gets and puts per second, hits, what leaves, how full they are."""
+    """Show what servers are doing, until Ctrl-C.
+
+    Gets and puts per second, hits, what leaves, how full they are.
+    """
     from cygnet.cli.gcache_top import top as show
 
     client = _client(servers)
@@ -197,7 +200,7 @@ def bench(
     batch: Annotated[int, _option("N", "objects per call [1]")] = 1,
     same_host: Annotated[bool, typer.Option("--same-host/--network", help="read shared memory [yes]")] = True,
 ) -> None:
-    """Put, get and check random bytes; print GB/s and latencies as JSON."""
+    """Put, get and check random bytes; print the speed as JSON."""
     from cygnet.base.errors import ConfigError
     from cygnet.base.units import parse_bytes
     from cygnet.cli.console import print_json
