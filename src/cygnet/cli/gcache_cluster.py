@@ -15,9 +15,7 @@ TIMEOUT_S = 10.0
 POLL_S = 0.5
 Servers = Annotated[
     str,
-    typer.Option(
-        metavar="LIST", help="any of its servers, or etcd=HOST[:PORT] [127.0.0.1:7400]", show_default=False
-    ),
+    typer.Option(metavar="LIST", help="any of its servers, or etcd=HOST[:PORT] [127.0.0.1:7400]", show_default=False),
 ]
 Cluster = Annotated[str, typer.Option(metavar="NAME", help="with etcd=: the cluster [default]", show_default=False)]
 
