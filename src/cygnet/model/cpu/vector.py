@@ -60,13 +60,15 @@ def _number(value: int) -> Any:
     return ir.Constant(_WORDS, [value] * LANES)
 
 
+def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Both bf16 of each word, in fp32."""
+    low, high = builder.shl(words, _number(16)), builder.and_(words, _number(0xFFFF0000))
+    return builder.bitcast(low, _FLOATS), builder.bitcast(high, _FLOATS)
+
+
 def dot_bf16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
     """Both halves widened to fp32, two fused multiply-adds."""
-    for part in (
-        lambda words: builder.shl(words, _number(16)),
-        lambda words: builder.and_(words, _number(0xFFFF0000)),
-    ):
-        one, other = [builder.bitcast(part(words), _FLOATS) for words in (weights, pair)]
+    for one, other in zip(_halves(builder, weights), _halves(builder, pair), strict=True):
         sums = builder.fadd(sums, builder.fmul(one, other, flags=("contract",)), flags=("contract",))
     return sums
 
@@ -124,10 +126,10 @@ def vector_at(builder: Any, pointer: Any, index: Any, kind: ir.VectorType) -> An
     return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
 
 
-def _weight_words(builder: Any, weight: Any, index: Any, vector: int) -> Any:
-    """Words `index` of 16 outputs: pairs of bf16 or four bytes; `weight` points at 32-bit words."""
+def _weight_words(builder: Any, weight: Any, index: Any, vector: int, kind: ir.VectorType = _WORDS) -> Any:
+    """Words `index` of 16 outputs: pairs of bf16, four bytes, or an fp32; `weight` points at what `kind` holds."""
     start = builder.add(builder.mul(index, ir.Constant(_LONG, PANEL)), ir.Constant(_LONG, vector * LANES))
-    return builder.load(vector_at(builder, weight, start, _WORDS), align=4)
+    return builder.load(vector_at(builder, weight, start, kind), align=4)
 
 
 def _weights_i8(builder: Any, weight: Any, index: Any, vector: int) -> Any:
@@ -202,15 +204,12 @@ Widen = Callable[[Any, Any, Any, int], Sequence[Any]]
 """(builder, weight, index, vector) -> of one step's inputs, each, 16 weights in fp32"""
 
 
-def _halves(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any]:
-    words = _weight_words(builder, weight, index, vector)
-    low, high = builder.shl(words, _number(16)), builder.and_(words, _number(0xFFFF0000))
-    return builder.bitcast(low, _FLOATS), builder.bitcast(high, _FLOATS)
+def _widened(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any]:
+    return _halves(builder, _weight_words(builder, weight, index, vector))
 
 
 def _floats(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any]:
-    start = builder.add(builder.mul(index, ir.Constant(_LONG, PANEL)), ir.Constant(_LONG, vector * LANES))
-    return (builder.load(vector_at(builder, weight, start, _FLOATS), align=4),)
+    return (_weight_words(builder, weight, index, vector, _FLOATS),)
 
 
 _AT_ONCE = _VECTORS if _has("avx512f") else 1
@@ -265,7 +264,7 @@ def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool, at_once: i
 
 def widened_panel(rows: int, at_once: int = _AT_ONCE) -> Any:
     """`_float_product` of fp32 and bf16 in pairs, widened on the way; `weight` int32*, steps of two inputs."""
-    return _float_product(rows, 2, _halves, True, at_once)
+    return _float_product(rows, 2, _widened, True, at_once)
 
 
 def float_panel(rows: int, at_once: int = _AT_ONCE) -> Any:
