@@ -236,7 +236,8 @@ class HybridModel(nn.Module):
             self.embedding = None
         elif pack and can_pack(self.dtype, self.device.type):
             self._packed_head = PackedWeight(embedding)
-        if pack and compiled(self.dtype) and ScreenedHead.fits(embedding) and embedding.shape[1] % 2 == 0:
+        in_step = exact is None or exact.padded == exact.shape[1]
+        if pack and compiled(self.dtype) and in_step and ScreenedHead.fits(embedding):
             self._screened_head = ScreenedHead(embedding, exact)
 
     def forward(self, batch: ForwardBatch, plans: Plans | None = None) -> Tensor:
