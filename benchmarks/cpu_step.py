@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
+from cygnet.base.config import Config
 from cygnet.base.ids import BlockId, RequestId
 from cygnet.base.sampling import SamplingParams
 from cygnet.base.threads import usable_cpus
 from cygnet.engine.plan import NewRequest, ScheduledRequest, StepPlan
 from cygnet.engine.runtime.model_runner import ModelRunner
-from cygnet.engine.runtime.setup import choose_dtype
+from cygnet.engine.runtime.setup import choose_weights
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes
 from cygnet.model.decoder import HybridModel
@@ -78,9 +79,13 @@ class Subject:
     def __init__(self, name: str, points: list[Point], clock: Callable[[], float]) -> None:
         self.name = name
         self._clock = clock
-        dtype = choose_dtype("auto", torch.device("cpu"))
+        kinds = choose_weights(Config(), torch.device("cpu"))
+        dtype = kinds.dtype
         checkpoint = find_model("gemma3-270m").checkpoint(dtype=dtype)
-        self.model: HybridModel = build_model(checkpoint, dtype=dtype, pack_tied_head=True, **VARIANTS[name])
+        matrices = kinds.matrices if name == "numba" else None  # torch has no matrices in bf16 beside fp32
+        self.model: HybridModel = build_model(
+            checkpoint, dtype=dtype, weight_dtype=matrices, pack_tied_head=True, **VARIANTS[name]
+        )
         self.geometry = self.model.description.kv_geometry(dtype.itemsize)
         blocks = max(point.batch * (point.context // BLOCK + 32) for point in points)
         sizes = PoolSizes(BLOCK, blocks, SWA_BLOCKS, 1 << 20)
@@ -155,7 +160,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """Rounds of all variants in turn, per point; prints a line per point."""
     results: list[dict[str, object]] = []
-    work = ModelWork(subjects[0].model.description, subjects[0].model.dtype.itemsize, subjects[0].model.dtype.itemsize)
+    work = ModelWork(subjects[0].model.description, 2, subjects[0].model.dtype.itemsize)
     width = max(10, *(len(subject.name) for subject in subjects))
     print(f"{'tok/s':<16}" + "".join(f"{s.name:>{width + 2}}" for s in subjects) + f"{'limit':>10}", flush=True)
     for point in points:

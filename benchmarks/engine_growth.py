@@ -114,8 +114,8 @@ def main() -> int:
     rounds = options.rounds or (1 if options.quick else 3)
     points = [Point("", 8, contexts[-1]), Point("", batches[-1], 512)]
     subject = Subject("numba", points, perf_counter)
-    limits = Limits.measure()
-    work = ModelWork(subject.model.description, subject.model.dtype.itemsize, subject.model.dtype.itemsize)
+    limits = Limits.measure(dtype=subject.model.dtype)
+    work = ModelWork(subject.model.description, subject.model.weight_dtype.itemsize, subject.model.dtype.itemsize)
     curves = []
     for measure, sizes in ((decode_by_context, contexts), (prefill_by_prefix, contexts), (decode_by_batch, batches)):
         curves.append(measure(subject, limits, work, sizes, rounds))

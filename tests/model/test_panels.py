@@ -128,6 +128,9 @@ def test_sums_of_a_panel_of_bytes(rows: int, plain: bool) -> None:
     x = generator.integers(-128, 128, (rows, size), dtype=np.int8)
     panel = np.ascontiguousarray(weight.reshape(64, size // 4, 4).transpose(1, 0, 2))
     every, some = vector.u8_panel(rows, dot), vector.u8_listed(rows, dot)
+    bytes_met, words = x, x.reshape(rows, -1, 4)
+    if dot.words == 2:
+        bytes_met = np.ascontiguousarray(words[:, :, [0, 2, 1, 3]].astype(np.int16))
 
     @numba.njit
     def run(x: int, stride: int, weight: int, listed: int, count: int, sums: int, of_some: int) -> None:
@@ -135,7 +138,7 @@ def test_sums_of_a_panel_of_bytes(rows: int, plain: bool) -> None:
         some(i32_at(x), stride, i32_at(weight), count, i64_at(listed), i32_at(of_some))
 
     sums, of_some = np.zeros((2, rows, 64), np.int32)
-    run(*(a if isinstance(a, int) else a.ctypes.data for a in (x, size // 4, panel, listed, 3, sums, of_some)))
+    run(*(a if isinstance(a, int) else a.ctypes.data for a in (bytes_met, size // 4, panel, listed, 3, sums, of_some)))
     np.testing.assert_array_equal(sums, x.astype(np.int64) @ weight.T.astype(np.int64))
     met = weight.reshape(64, -1, 4)[:, listed].reshape(64, -1).astype(np.int64)
     np.testing.assert_array_equal(of_some, x[:, :12].astype(np.int64) @ met.T)

@@ -9,16 +9,17 @@ part). All those norms are known.
 
 A step of y is chosen by row so that all but a few activations fit a byte: a model has some that are ten times the
 others. Those have a second byte, and only the words (four inputs) with such are gone through twice. A word of weights
-is four bytes without a sign, 128 more than the weight.
+is four bytes without a sign, 128 more than the weight. Where bytes are widened before they are multiplied (AVX2), all of
+y is in int16, and there are no second bytes.
 """
 
 import numpy as np
 
 from cygnet.model.cpu.argmax_kernels import FIRST
-from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i32_at, i64_at, jit, load, order, shift, store, take
+from cygnet.model.cpu.jit import bf16_at, f32_at, i8_at, i16_at, i32_at, i64_at, jit, load, order, shift, store, take
 from cygnet.model.cpu.linear_kernels import LIMIT, LINE, TINY
 from cygnet.model.cpu.panel_layout import PANEL, ROWS
-from cygnet.model.cpu.vector import bound_panel, u8_listed, u8_panel
+from cygnet.model.cpu.vector import SHORTS, bound_panel, u8_listed, u8_panel
 
 ZERO = np.float32(0.0)
 HALF = np.float32(0.5)
@@ -32,6 +33,10 @@ SMALLER = np.float32(0.75)
 FURTHEST = np.float32(1 / 250)
 """Of the largest activation: the least that must still fit one byte."""
 BIAS = 128
+WORD = 8 if SHORTS else 4
+"""Bytes of four activations."""
+MOST = (2**31 - 1) // 255
+"""The largest sum of sizes of activations in int16 whose products with bytes fit 32 bits."""
 
 _u8_1, _u8_2, _u8_3, _u8_4 = u8_panel(1), u8_panel(2), u8_panel(3), u8_panel(4)
 _listed_1, _listed_2, _listed_3, _listed_4 = u8_listed(1), u8_listed(2), u8_listed(3), u8_listed(4)
@@ -151,6 +156,35 @@ def round_row(x, size, padded, low, high, figures, stride):
 
 
 @jit
+def round_row_to_shorts(x, size, padded, shorts, figures, stride):
+    """As `round_row`, in int16 as fine as 32-bit sums allow; bytes 0, 2, 1, 3 of a word stand in this order. Returns
+    128 times their sum."""
+    largest, strange, total = TINY, ZERO, ZERO
+    for i in range(size):
+        value = load(x, i)
+        largest = max(largest, abs(value))
+        total += abs(value)
+        strange += value * ZERO
+    most = np.float32(min(32767, MOST // padded))
+    step = strange if strange != ZERO else largest / most
+    factor = ZERO if strange != ZERO else most / largest
+    whole_sum, square, lost = 0, ZERO, ZERO
+    for i in range(padded):
+        value = ZERO if strange != ZERO or i >= size else load(x, i) * factor
+        rounded = np.rint(value)
+        whole = np.int32(rounded)
+        shorts[i // 4 * 4 + i % 2 * 2 + i % 4 // 2] = np.int16(whole)
+        whole_sum += whole
+        square += value * value
+        lost += (rounded - value) * (rounded - value)
+    store(figures, 0, step)
+    store(figures, stride, ROOM * HALF * total)
+    store(figures, 2 * stride, ROOM * np.sqrt(square) * step)
+    store(figures, 3 * stride, (ROOM * np.sqrt(lost) + FINE * np.sqrt(square)) * step)
+    return np.int32(BIAS * whole_sum)
+
+
+@jit
 def gather_high(high, rows, words, listed):
     """Lists the words of `high` int32 [rows, words] with anything in them, and moves them to the rows' beginnings."""
     count = 0
@@ -174,7 +208,8 @@ def screen(p, x):
     fp32 [rows, panels * PANEL]; p[6] `ends` fp32 [2, rows, panels], the largest lower and upper ends; p[7] rows, p[8]
     panels, p[9] in, p[10] words of an output; p[11] panels per piece; p[12] scratch, p[13] bytes of it per thread:
     [sums, those of high bytes int32 [ROWS, PANEL] | counts int64 [groups], lists int64 [groups, words] | biases int32
-    [rows, 2] | figures fp32 [4, rows] | low, high bytes [rows, words, 4]], where a group is ROWS rows.
+    [rows, 2] | figures fp32 [4, rows] | low, high bytes [rows, words, 4], or int16 [rows, words, 4]], where a group is
+    ROWS rows.
     """
     rows, panels, size, words, per_piece = p[7], p[8], p[9], p[10], p[11]
     mine, groups = p[12] + p[13] * take(p, 1), (rows + ROWS - 1) // ROWS
@@ -183,14 +218,20 @@ def screen(p, x):
     biases, of_rows, low = i32_at(biases_at), f32_at(biases_at + 8 * rows), biases_at + 24 * rows
     high, of_outputs, upper, ends = low + 4 * rows * words, f32_at(p[4]), f32_at(p[5]), f32_at(p[6])
     for row in range(rows):
-        at = 4 * row * words
-        biases[2 * row], biases[2 * row + 1] = round_row(
-            shift(x, row * size), size, 4 * words, i8_at(low + at), i8_at(high + at), shift(of_rows, row), rows
-        )
-    for group in range(groups):
+        one, at, figures = shift(x, row * size), WORD * row * words, shift(of_rows, row)
+        if SHORTS:
+            biases[2 * row] = round_row_to_shorts(one, size, 4 * words, i16_at(low + at), figures, rows)
+            biases[2 * row + 1] = 0
+        else:
+            biases[2 * row], biases[2 * row + 1] = round_row(
+                one, size, 4 * words, i8_at(low + at), i8_at(high + at), figures, rows
+            )
+    for group in range(0 if SHORTS else groups):
         first = group * ROWS
         some, count = i32_at(high + 4 * first * words), min(ROWS, rows - first)
         counts[group] = gather_high(some, count, words, shift(lists, group * words))
+    for i in range(ROWS * PANEL):
+        high_sums[i] = 0
     while True:
         start = take(p, 0) * per_piece
         if start >= panels:
@@ -201,9 +242,10 @@ def screen(p, x):
             weight = i32_at(p[3] + 4 * PANEL * words * panel)
             for group in range(groups):
                 first, listed = group * ROWS, shift(lists, group * words)
-                count, line, at = min(ROWS, rows - first), group % 2 * LINE, 4 * first * words
+                count, line, at = min(ROWS, rows - first), group % 2 * LINE, WORD * first * words
                 panel_of_u8(i32_at(low + at), words, weight, words, count, sums, ahead + line)
-                listed_of_u8(i32_at(high + at), words, weight, counts[group], listed, count, high_sums)
+                if not SHORTS:
+                    listed_of_u8(i32_at(high + at), words, weight, counts[group], listed, count, high_sums)
                 for row in range(first, first + count):
                     at, end_at = (row - first) * PANEL, row * panels + panel
                     bound_panel(

@@ -7,10 +7,12 @@ Weights lie in panels of 64 outputs, as oneDNN packs them for bf16:
 
 so that one load of 16 words of 32 bits holds two inputs of 16 outputs, and a pair of activations is broadcast to all
 lanes. Bytes that meet bytes lie alike, four inputs to a word. On x86 with AVX-512 a step is one `vdpbf16ps`, `vpdpwssd`
-or `vpdpbusd`; elsewhere it is spelled out, and the compiler makes of it what the machine has.
+or `vpdpbusd`; with AVX2, integers take two `vpmaddwd` of half a vector; elsewhere it is spelled out, and the compiler
+makes of it what the machine has.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding
@@ -29,14 +31,23 @@ _VECTORS = PANEL // LANES
 
 llvmlite.binding.initialize_native_asmparser()  # what `_instruction` writes is read by it
 
-Dot = Callable[[Any, Any, Any, Any], Any]
-"""(builder, sums, words of weights, words of activations) -> sums"""
+
+@dataclass(frozen=True)
+class Dot:
+    """A step of a sum of products: (builder, sums, words of weights, words of activations ...) -> sums."""
+
+    add: Callable[..., Any]
+    words: int = 1
+    """Words of activations, one after the other, that meet one of weights."""
+
+    def __call__(self, builder: Any, sums: Any, weights: Any, *words: Any) -> Any:
+        return self.add(builder, sums, weights, *words)
 
 
-def _has(feature: str) -> bool:
-    """Whether numba compiles for a CPU with it: its settings may ask for less than the machine has."""
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    return "+avx512f" in features and f"+{feature}" in features
+def _has(*features: str) -> bool:
+    """Whether numba compiles for a CPU with all of them: its settings may ask for less than the machine has."""
+    found = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return all(f"+{feature}" in found for feature in features)
 
 
 def _instruction(text: str, kind: ir.VectorType) -> Dot:
@@ -46,7 +57,7 @@ def _instruction(text: str, kind: ir.VectorType) -> Dot:
         code = ir.InlineAsm(shape, f"{text} $3, $2, $0", "=v,0,v,v")
         return builder.call(code, [sums, weights, pair])
 
-    return dot
+    return Dot(dot)
 
 
 def splat(builder: Any, value: Any, kind: ir.VectorType) -> Any:
@@ -66,14 +77,14 @@ def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
     return builder.bitcast(low, _FLOATS), builder.bitcast(high, _FLOATS)
 
 
-def dot_bf16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
+def _dot_bf16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
     """Both halves widened to fp32, two fused multiply-adds."""
     for one, other in zip(_halves(builder, weights), _halves(builder, pair), strict=True):
         sums = builder.fadd(sums, builder.fmul(one, other, flags=("contract",)), flags=("contract",))
     return sums
 
 
-def dot_i16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
+def _dot_i16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
     """Both halves widened to 32 bits, two products."""
     for part in (
         lambda words: builder.ashr(builder.shl(words, _number(16)), _number(16)),
@@ -83,7 +94,7 @@ def dot_i16_plain(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
     return sums
 
 
-def dot_u8_plain(builder: Any, sums: Any, weights: Any, quad: Any) -> Any:
+def _dot_u8_plain(builder: Any, sums: Any, weights: Any, quad: Any) -> Any:
     """Bytes of weights, without a sign, and of activations, with one, widened to 32 bits: four products."""
     for byte in range(4):
         weight = builder.and_(builder.lshr(weights, _number(8 * byte)), _number(0xFF))
@@ -92,9 +103,38 @@ def dot_u8_plain(builder: Any, sums: Any, weights: Any, quad: Any) -> Any:
     return sums
 
 
-dot_bf16: Dot = _instruction("vdpbf16ps", _FLOATS) if _has("avx512bf16") else dot_bf16_plain
-dot_i16: Dot = _instruction("vpdpwssd", _WORDS) if _has("avx512vnni") else dot_i16_plain
-dot_u8: Dot = _instruction("vpdpbusd", _WORDS) if _has("avx512vnni") else dot_u8_plain
+def _dot_i16_halves(builder: Any, sums: Any, weights: Any, pair: Any) -> Any:
+    """`vpmaddwd` of eight lanes, twice."""
+    half = ir.VectorType(_WORD, LANES // 2)
+    short = ir.VectorType(ir.IntType(16), LANES)
+    multiply = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(half, [short, short]))
+
+    def part(words: Any, first: int) -> Any:
+        lanes = ir.Constant(ir.VectorType(_WORD, LANES // 2), list(range(first, first + LANES // 2)))
+        return builder.bitcast(builder.shuffle_vector(words, words, lanes), short)
+
+    low, high = (builder.call(multiply, [part(weights, n), part(pair, n)]) for n in (0, LANES // 2))
+    return builder.add(sums, builder.shuffle_vector(low, high, ir.Constant(_WORDS, list(range(LANES)))))
+
+
+def _dot_u8_split(builder: Any, sums: Any, weights: Any, even: Any, odd: Any) -> Any:
+    """Bytes 0 and 2 of the weights, widened to int16, by the pair `even`, and 1 and 3 by `odd`."""
+    low = builder.and_(weights, _number(0x00FF00FF))
+    high = builder.and_(builder.lshr(weights, _number(8)), _number(0x00FF00FF))
+    return _dot_i16_halves(builder, _dot_i16_halves(builder, sums, low, even), high, odd)
+
+
+dot_bf16_plain, dot_i16_plain, dot_u8_plain = Dot(_dot_bf16_plain), Dot(_dot_i16_plain), Dot(_dot_u8_plain)
+dot_bf16, dot_i16, dot_u8 = dot_bf16_plain, dot_i16_plain, dot_u8_plain
+if _has("avx2"):
+    dot_i16, dot_u8 = Dot(_dot_i16_halves), Dot(_dot_u8_split, words=2)
+if _has("avx512f", "avx512vnni"):
+    dot_i16, dot_u8 = _instruction("vpdpwssd", _WORDS), _instruction("vpdpbusd", _WORDS)
+if _has("avx512f", "avx512bf16"):
+    dot_bf16 = _instruction("vdpbf16ps", _FLOATS)
+
+_AT_ONCE = _VECTORS if _has("avx512f") else 1
+"""Vectors of a panel that go through its inputs together: their sums, of all rows, have to fit the registers."""
 
 
 def counted_loop(builder: Any, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> Any:
@@ -151,14 +191,31 @@ def ask_for(builder: Any, address: Any, offset: Any) -> None:
 def add_rows(
     builder: Any, dot: Dot, x: Any, stride: Any, index: Any, weights: Sequence[Any], totals: Sequence[Any]
 ) -> list[Any]:
-    """totals[row, vector] + word x[row * stride + index] . weights[vector]"""
+    """totals[row, vector] + word x[row * stride + index] . weights[vector]; `stride` and `index` in steps of `dot`"""
     results = []
-    for row in range(len(totals) // _VECTORS):
+    for row in range(len(totals) // len(weights)):
         place = builder.add(builder.mul(stride, ir.Constant(_LONG, row)), index)
-        word = splat(builder, builder.load(builder.gep(x, [place])), _WORDS)
+        first = builder.mul(place, ir.Constant(_LONG, dot.words))
+        places = [builder.add(first, ir.Constant(_LONG, word)) for word in range(dot.words)]
+        words = [splat(builder, builder.load(builder.gep(x, [at])), _WORDS) for at in places]
         for vector, weight in enumerate(weights):
-            results.append(dot(builder, totals[row * _VECTORS + vector], weight, word))
+            results.append(dot(builder, totals[row * len(weights) + vector], weight, *words))
     return results
+
+
+Step = Callable[[Any, range, list[Any]], list[Any]]
+"""(index, vectors, totals) -> totals [rows, vectors] with one more step of these vectors of the panel"""
+
+
+def _sum_panel(builder: Any, rows: int, count: Any, sums: Any, kind: ir.VectorType, step: Step) -> None:
+    """sums [rows, PANEL] = `count` steps, as many vectors at a time as the registers hold."""
+    for first in range(0, _VECTORS, _AT_ONCE):
+        vectors = range(first, first + _AT_ONCE)
+        zeros = [ir.Constant(kind, [0] * LANES)] * (rows * len(vectors))
+        totals = counted_loop(builder, count, zeros, lambda index, some, vectors=vectors: step(index, vectors, some))
+        places = [row * PANEL + vector * LANES for row in range(rows) for vector in vectors]
+        for place, total in zip(places, totals, strict=True):
+            builder.store(total, vector_at(builder, sums, ir.Constant(_LONG, place), kind), align=4)
 
 
 def panel_product(
@@ -166,8 +223,9 @@ def panel_product(
 ) -> Any:
     """An intrinsic (x, stride, weight, words, sums, ahead): sums[r, j] = x[r] . output j of the panel, for `rows` rows.
 
-    `x` points at words of 32 bits, `stride` of them from row to row; `sums` [rows, PANEL]. With each step a cache line
-    is asked for that lies `ahead` bytes behind what the step reads; `lines` of them, evenly over what it reads.
+    `x` points at words of 32 bits, `stride` of them from row to row, or as many times `dot.words`; `sums` [rows,
+    PANEL]. With each step a cache line is asked for that lies `ahead` bytes behind what the step reads; `lines` of
+    them, evenly over what it reads.
     """
     kind = ir.VectorType(lane, LANES)
 
@@ -177,17 +235,14 @@ def panel_product(
             x, stride, weight, pairs, sums, ahead = args
             later = builder.gep(builder.bitcast(weight, ir.IntType(8).as_pointer()), [ahead])
 
-            def step(index: Any, totals: list[Any]) -> list[Any]:
-                weights = [load_weights(builder, weight, index, vector) for vector in range(_VECTORS)]
-                for line in range(lines):
+            def step(index: Any, vectors: range, totals: list[Any]) -> list[Any]:
+                weights = [load_weights(builder, weight, index, vector) for vector in vectors]
+                for line in range(lines) if 0 in vectors else ():
                     start = ir.Constant(_LONG, line * step_bytes // lines)
                     ask_for(builder, later, builder.add(builder.mul(index, ir.Constant(_LONG, step_bytes)), start))
                 return add_rows(builder, dot, x, stride, index, weights, totals)
 
-            zero = ir.Constant(kind, [0] * LANES)
-            totals = counted_loop(builder, pairs, [zero] * (rows * _VECTORS), step)
-            for at, total in enumerate(totals):
-                builder.store(total, vector_at(builder, sums, ir.Constant(_LONG, at * LANES), kind), align=4)
+            _sum_panel(builder, rows, pairs, sums, kind, step)
             return context.get_dummy_value()
 
         return types.void(x, stride, weight, pairs, sums, types.int64), generate
@@ -210,10 +265,6 @@ def _widened(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any
 
 def _floats(builder: Any, weight: Any, index: Any, vector: int) -> Sequence[Any]:
     return (_weight_words(builder, weight, index, vector, _FLOATS),)
-
-
-_AT_ONCE = _VECTORS if _has("avx512f") else 1
-"""Vectors of a panel that go through its inputs together: their sums, of all rows, have to fit the registers."""
 
 
 def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool, at_once: int) -> Any:
@@ -278,8 +329,12 @@ def i8_panel(rows: int, dot: Dot = dot_i16) -> Any:
 
 
 def u8_panel(rows: int, dot: Dot = dot_u8) -> Any:
-    """`panel_product` of fours of int8 (x) and uint8; `weight` int32*, `sums` int32*."""
+    """`panel_product` of fours of int8 (x; int16 where `dot` takes two words) and uint8; `weight`, `sums` int32*."""
     return panel_product(rows, dot, _weight_words, _WORD, 4 * PANEL, lines=2)
+
+
+SHORTS = dot_u8.words == 2
+"""Whether `dot_u8` takes four activations as int16, in two words: those of bytes 0 and 2, and of 1 and 3."""
 
 
 def u8_listed(rows: int, dot: Dot = dot_u8) -> Any:
@@ -291,14 +346,12 @@ def u8_listed(rows: int, dot: Dot = dot_u8) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, stride, weight, words, listed, sums = args
 
-            def step(index: Any, totals: list[Any]) -> list[Any]:
+            def step(index: Any, vectors: range, totals: list[Any]) -> list[Any]:
                 found = builder.load(builder.gep(listed, [index]))
-                weights = [_weight_words(builder, weight, found, vector) for vector in range(_VECTORS)]
+                weights = [_weight_words(builder, weight, found, vector) for vector in vectors]
                 return add_rows(builder, dot, x, stride, index, weights, totals)
 
-            totals = counted_loop(builder, words, [_number(0)] * (rows * _VECTORS), step)
-            for at, total in enumerate(totals):
-                builder.store(total, vector_at(builder, sums, ir.Constant(_LONG, at * LANES), _WORDS), align=4)
+            _sum_panel(builder, rows, words, sums, _WORDS, step)
             return context.get_dummy_value()
 
         return types.void(x, stride, weight, words, listed, sums), generate
