@@ -30,7 +30,7 @@ from cygnet.base.sampling import SamplingParams
 from cygnet.base.threads import usable_cpus
 from cygnet.engine.plan import NewRequest, ScheduledRequest, StepPlan
 from cygnet.engine.runtime.model_runner import ModelRunner
-from cygnet.engine.runtime.setup import choose_weights
+from cygnet.engine.runtime.setup import choose_kv_dtype, choose_weights
 from cygnet.kv.runtime.device_pool import DevicePool
 from cygnet.kv.sizing import PoolSizes
 from cygnet.model.decoder import HybridModel
@@ -86,10 +86,11 @@ class Subject:
         self.model: HybridModel = build_model(
             checkpoint, dtype=dtype, weight_dtype=matrices, pack_tied_head=True, **VARIANTS[name]
         )
-        self.geometry = self.model.description.kv_geometry(dtype.itemsize)
+        self.kv_dtype = choose_kv_dtype(Config(), self.model)
+        self.geometry = self.model.description.kv_geometry(self.kv_dtype.itemsize)
         blocks = max(point.batch * (point.context // BLOCK + 32) for point in points)
         sizes = PoolSizes(BLOCK, blocks, SWA_BLOCKS, 1 << 20)
-        self.pool = DevicePool(self.geometry, sizes, dtype=dtype, device="cpu")
+        self.pool = DevicePool(self.geometry, sizes, dtype=self.kv_dtype, device="cpu")
         for layer in self.pool.full + self.pool.swa:
             layer.key.normal_()
             layer.value.normal_()
@@ -160,14 +161,14 @@ def measure(
 ) -> list[dict[str, object]]:
     """Rounds of all variants in turn, per point; prints a line per point."""
     results: list[dict[str, object]] = []
-    work = ModelWork(subjects[0].model.description, 2, subjects[0].model.dtype.itemsize)
+    work = ModelWork(subjects[0].model.description)
     width = max(10, *(len(subject.name) for subject in subjects))
     print(f"{'tok/s':<16}" + "".join(f"{s.name:>{width + 2}}" for s in subjects) + f"{'limit':>10}", flush=True)
     for point in points:
         times: dict[str, list[float]] = {subject.name: [] for subject in subjects}
         limits = []
         for _ in range(rounds):
-            limits.append(Limits.measure(clock))
+            limits.append(Limits.measure(clock, subjects[0].model.dtype))
             for subject in subjects:
                 times[subject.name].append(statistics.median(subject.run(point)))
         done = point.context if point.prefill else point.batch

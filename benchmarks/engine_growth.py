@@ -115,7 +115,7 @@ def main() -> int:
     points = [Point("", 8, contexts[-1]), Point("", batches[-1], 512)]
     subject = Subject("numba", points, perf_counter)
     limits = Limits.measure(dtype=subject.model.dtype)
-    work = ModelWork(subject.model.description, subject.model.weight_dtype.itemsize, subject.model.dtype.itemsize)
+    work = ModelWork(subject.model.description, 2, subject.kv_dtype.itemsize)
     curves = []
     for measure, sizes in ((decode_by_context, contexts), (prefill_by_prefix, contexts), (decode_by_batch, batches)):
         curves.append(measure(subject, limits, work, sizes, rounds))

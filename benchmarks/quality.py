@@ -32,6 +32,7 @@ BLOCK, CHUNK, PROMPT = 16, 512, 256
 VARIANTS: dict[str, tuple[torch.dtype, dict[str, object]]] = {
     "float32": (torch.float32, {}),
     "float32, matrices in bfloat16": (torch.float32, {"weight_dtype": torch.bfloat16, "pack_tied_head": True}),
+    "float32, matrices and KV in bf16": (torch.float32, {"weight_dtype": torch.bfloat16, "pack_tied_head": True}),
     "float32, int8": (torch.float32, {"int8": True, "pack_tied_head": True}),
     "bfloat16": (torch.bfloat16, {}),
     "bfloat16, torch kernels": (torch.bfloat16, {"attention_backend": "torch", "step_kernels": "torch"}),
@@ -40,14 +41,26 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, object]]] = {
 }
 
 
+NARROW_KV = "float32, matrices and KV in bf16"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what its KV is kept in."""
+
+    model: HybridModel
+    kv_dtype: torch.dtype
+
+
 class Sequence:
     """One sequence in pools of its own, all blocks kept."""
 
-    def __init__(self, model: HybridModel, capacity: int) -> None:
-        self._model = model
-        geometry = model.description.kv_geometry(model.dtype.itemsize)
+    def __init__(self, subject: Subject, capacity: int) -> None:
+        self._model = subject.model
+        geometry = subject.model.description.kv_geometry(subject.kv_dtype.itemsize)
         blocks = -(-capacity // BLOCK)
-        self._pool = DevicePool(geometry, PoolSizes(BLOCK, blocks, blocks, capacity), dtype=model.dtype, device="cpu")
+        sizes = PoolSizes(BLOCK, blocks, blocks, capacity)
+        self._pool = DevicePool(geometry, sizes, dtype=subject.kv_dtype, device="cpu")
         self._table = torch.tensor([[BlockId(b) for b in range(blocks)]])
         self._done = 0
 
@@ -86,7 +99,7 @@ class Scores:
     greedy_equal: int
 
 
-def follow(model: HybridModel, tokens: list[int], step: int) -> tuple[float, list[int]]:
+def follow(model: Subject, tokens: list[int], step: int) -> tuple[float, list[int]]:
     """Perplexity of `tokens` fed `step` at a time, and the likeliest token after each."""
     sequence, loss, tops = Sequence(model, len(tokens)), 0.0, []
     for start in range(0, len(tokens), step):
@@ -97,7 +110,7 @@ def follow(model: HybridModel, tokens: list[int], step: int) -> tuple[float, lis
     return math.exp(loss / (len(tokens) - 1)), tops
 
 
-def generate(model: HybridModel, prompt: list[int], count: int) -> list[int]:
+def generate(model: Subject, prompt: list[int], count: int) -> list[int]:
     sequence = Sequence(model, len(prompt) + count)
     out = [int(sequence.feed(prompt)[-1].argmax())]
     while len(out) < count:
@@ -125,7 +138,8 @@ def main() -> int:
     print(f"{'':<31}{'perplexity: chunks':>19}{'single':>9}{'same top: chunks':>18}{'single':>9}{'greedy':>12}")
     for name in dict.fromkeys(["float32", *options.variants]):
         dtype, settings = VARIANTS[name]
-        model = build_model(source.checkpoint(dtype=dtype), dtype=dtype, **settings)  # type: ignore[arg-type]
+        built = build_model(source.checkpoint(dtype=dtype), dtype=dtype, **settings)  # type: ignore[arg-type]
+        model = Subject(built, torch.bfloat16 if name == NARROW_KV else dtype)
         chunks, chunk_tops = follow(model, tokens, CHUNK)
         alone, single_tops = follow(model, tokens[:single], 1)
         text = generate(model, tokens[:PROMPT], count)

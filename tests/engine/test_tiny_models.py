@@ -129,3 +129,13 @@ def test_turns_and_branches(case: Case) -> None:
         versions = [[*a.prompt, *a.tokens, *[rnd.randrange(tiny.VOCAB) for _ in range(11)]] for a in answers]
     assert report.ties == []
     assert engine.stats().effective_hit_tokens_total > 0
+
+
+def test_kv_in_bf16_beside_fp32(case: Case) -> None:
+    """Half the bytes; the oracle's tokens but for what the rounding of KV can turn, in every state of the cache."""
+    report = Report(tie=0.3)  # a router near a tie may pick another expert
+    engine, exact = case.engine("kv.dtype=bfloat16"), case.engine()
+    assert engine.core.kv.geometry.full.token_bytes * 2 == exact.core.kv.geometry.full.token_bytes
+    check_cache_states(engine, case.answers, report, "bf16 KV")
+    check_batch(case.engine("kv.dtype=bfloat16"), case.answers, report, "bf16 KV")
+    assert len(report.ties) <= 3 * len(case.answers)

@@ -95,10 +95,17 @@ def build(case: Case, dtype: torch.dtype) -> tuple[ForwardBatch, GroupBatch, Lay
 
 
 def run(
-    backend_name: str, case: Case, dtype: torch.dtype, wanted: list[int] | None = None
+    backend_name: str,
+    case: Case,
+    dtype: torch.dtype,
+    wanted: list[int] | None = None,
+    cached: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, LayerKV]:
-    """With `wanted`, only the last token of those requests asks."""
-    batch, group, layer = build(case, dtype)
+    """With `wanted`, only the last token of those requests asks. With `cached`, KV is rounded to that dtype; the
+    reference, which must not know of it, is given what the rounding left in `dtype`."""
+    batch, group, layer = build(case, cached or dtype)
+    if backend_name == "reference":
+        layer = LayerKV(layer.key.to(dtype), layer.value.to(dtype))
     generator = torch.Generator().manual_seed(case.seed + 1)
     spec, n = case.spec, batch.num_tokens
 
@@ -107,6 +114,8 @@ def run(
 
     query, key = random(n, spec.num_heads, spec.key_dim), random(n, spec.num_kv_heads, spec.key_dim)
     value = random(n, spec.num_kv_heads, spec.value_dim)
+    if cached and backend_name == "reference":
+        key, value = key.to(cached).to(dtype), value.to(cached).to(dtype)
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
     backend = select_backend(backend_name, torch.device("cpu"))
     if wanted is not None:
@@ -164,6 +173,17 @@ def test_backend_in_bf16(backend: str, case: Case) -> None:
     got, _ = run(backend, case, torch.bfloat16)
     want, _ = run("reference", case, torch.bfloat16)
     torch.testing.assert_close(got.float(), want.float(), atol=0.06, rtol=0.03)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(deadline=None, max_examples=20)
+@given(case=cases())
+def test_kv_in_bf16_beside_fp32(backend: str, case: Case) -> None:
+    got, layer = run(backend, case, torch.float32, cached=torch.bfloat16)
+    want, cache = run("reference", case, torch.float32, cached=torch.bfloat16)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(layer.key.float(), cache.key, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(layer.value.float(), cache.value, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -47,16 +47,19 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("panels", [1, 2, PANELS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "cached"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
 @settings(deadline=None, max_examples=15)
 @given(case=cases())
-def test_chunks_equal_the_reference(dtype: torch.dtype, panels: int, case: Case) -> None:
+def test_chunks_equal_the_reference(dtype: torch.dtype, cached: torch.dtype, panels: int, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_pieces, "panels_per_piece", lambda *args: panels)
         patch.setattr(numba_cpu, "CHUNKS_ALONE", 0)
         patch.setattr(numba_cpu, "num_threads", lambda: 3)
-        got, _ = run("numba", case, dtype)
-    want, _ = run("reference", case, dtype)
+        got, _ = run("numba", case, dtype, cached=cached)
+    want, _ = run("reference", case, dtype, cached=cached)
     # Large scores have large roundings, of which exp makes relative ones.
     size = case.spec.scale * case.spec.key_dim**0.5
     tolerance = 1e-5 * max(1.0, size) if dtype == torch.float32 else 0.03 * max(1.0, case.spec.scale)
@@ -85,14 +88,18 @@ def attend_from(spec: AttentionSpec, layer: LayerKV, query: torch.Tensor, start:
 
 
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "cached"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
 def test_a_prompt_gives_the_same_bits_however_it_is_cut(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int | None
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cached: torch.dtype, window: int | None
 ) -> None:
     spec = AttentionSpec(
         num_heads=6, num_kv_heads=2, key_dim=32, value_dim=24, scale=0.5, rope=RopeSpec(1e4, 4), window=window
     )
-    layer, query = random_layer(spec, 300, dtype)
+    layer, query = random_layer(spec, 300, cached)
+    query = query.to(dtype)
     monkeypatch.setattr(numba_cpu, "CHUNKS_ALONE", 1 << 60)
     whole = attend_from(spec, layer, query, 0, 300)
     monkeypatch.setattr(numba_cpu, "CHUNKS_ALONE", 0)

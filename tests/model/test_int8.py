@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from cygnet.base.config import resolve
 from cygnet.base.errors import ConfigError
 from cygnet.engine.runtime import setup
-from cygnet.engine.runtime.setup import WeightKinds, choose_weights
+from cygnet.engine.runtime.setup import WeightKinds, choose_kv_dtype, choose_weights
 from cygnet.model import int8
+from cygnet.model.decoder import HybridModel
 from cygnet.model.int8 import FEW, Int8Weight
 from cygnet.model.loader import build_model
 from model.harness import Harness, Request
@@ -108,3 +109,24 @@ def test_weight_dtype_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen("model.weight_dtype=float32", "model.dtype=bfloat16")
     with pytest.raises(ConfigError, match="for CPUs"):
         chosen("model.weight_dtype=int8", device="cuda")
+
+
+def test_kv_dtype(tiny_model: Callable[[str], Tiny]) -> None:
+    half, single = torch.bfloat16, torch.float32
+
+    def chosen(model: HybridModel, *sets: str) -> torch.dtype:
+        return choose_kv_dtype(resolve(sets=sets).config, model)
+
+    checkpoint = tiny_model("gemma3").checkpoint
+    exact, widened, rounded = (
+        build_model(checkpoint, dtype=single, weight_dtype=weights, int8=int8)
+        for weights, int8 in ((None, False), (half, False), (None, True))
+    )
+    assert [chosen(model) for model in (exact, widened, rounded)] == [single, half, half]
+    assert chosen(widened, "model.dtype=float32") == single  # fp32 was asked for
+    assert chosen(widened, "kv.dtype=float32") == single
+    assert chosen(exact, "kv.dtype=bfloat16") == half
+    narrow = build_model(checkpoint, dtype=half)
+    assert chosen(narrow) == chosen(narrow, "kv.dtype=bfloat16") == half
+    with pytest.raises(ConfigError, match=r"kv\.dtype = 'float32' does not go with a model in bfloat16"):
+        chosen(narrow, "kv.dtype=float32")

@@ -25,7 +25,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_name: Annotated[str, Meta(description="name in the API; empty: derived from model")] = ""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        Meta(description="what is computed in, and KV kept in; auto: bfloat16 where the hardware has it"),
+        Meta(description="what is computed in; auto: bfloat16 where the hardware multiplies it, else float32"),
     ] = "auto"
     weight_dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "int8"],
@@ -61,6 +61,13 @@ class KVSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Annotated[
         str, Meta(description="KV budget: a size such as 2GiB, or a fraction of the free memory such as 0.3")
     ] = "0.25"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        Meta(
+            description="what KV is kept in; auto: as model.dtype, or bfloat16 where that is auto and means float32 "
+            "(unless model.weight_dtype is float32)"
+        ),
+    ] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per block")] = 16
     swa_share: Annotated[
         float,

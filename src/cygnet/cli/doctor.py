@@ -89,8 +89,8 @@ def _cpu(machine: "Machine", config: Config) -> Iterator[Check]:
         wide = (
             "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "Arm SIMD" if "asimd" in flags else ""
         )
-        remedy = "nothing to change: `--dtype auto` keeps matrices in bfloat16 and computes in float32, KV included"
-        text = f"no bf16 arithmetic{f', {wide} in float32' if wide else ''}: slower prefill, twice the KV"
+        remedy = "nothing to change: `--dtype auto` keeps matrices and KV in bfloat16 and computes in float32"
+        text = f"no bf16 arithmetic{f', {wide} in float32' if wide else ''}: slower prefill"
         yield Check("cpu bf16", "warn", text, remedy)
 
 

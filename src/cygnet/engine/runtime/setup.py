@@ -110,6 +110,21 @@ def choose_weights(config: Config, device: torch.device) -> WeightKinds:
     return WeightKinds(dtype, dtype, False)
 
 
+def choose_kv_dtype(config: Config, model: HybridModel) -> torch.dtype:
+    """The dtype that `kv.dtype` means for a model: its own, or bf16 beside fp32 on a CPU.
+
+    `auto` takes bf16 there if nobody asked for fp32: it halves what a token takes, and is what GPUs keep.
+    """
+    name, half = config.kv.dtype, model.device.type == "cpu" and model.dtype == torch.float32
+    if name == "auto":
+        asked = config.model.dtype != "auto" or model.weight_dtype == torch.float32
+        return torch.bfloat16 if half and not asked else model.dtype
+    own = str(model.dtype).removeprefix("torch.")
+    if name != own and not (half and name == "bfloat16"):
+        raise ConfigError(f"kv.dtype = {name!r} does not go with a model in {own} here; use auto or {own}")
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes free on the device now."""
     if device.type == "cuda":
@@ -151,14 +166,15 @@ def assemble(
     """Pools, tiers, core, CUDA graphs and runner around a loaded model. `weights` (a digest), or else `name`, tells
     models apart in cache keys; `graph_device` stands in for the one of the model's device."""
     description = model.description
-    geometry = description.kv_geometry(model.dtype.itemsize)
+    kv_dtype = choose_kv_dtype(config, model)
+    geometry = description.kv_geometry(kv_dtype.itemsize)
     graph_device = graph_device or default_graph_device(model.device)
     budget = kv_budget(config, model.device)
     choice = choose_graphs(config, model, geometry, budget, graph_device)
     sizes = size_pools(
         config, geometry, model_max_len=description.max_model_len, budget_bytes=budget - choice.num_bytes
     )
-    dtype = f"{model.dtype}/{model.weight_dtype}"
+    dtype = f"{model.dtype}/{model.weight_dtype}" + ("" if kv_dtype == model.dtype else f"/{kv_dtype}")
     fingerprint = f"{weights or name}/{description.family}/{dtype}/{sizes.block_size}"
     lower = plan_lower(config, geometry, model.device, budget, fingerprint=fingerprint, dtype=dtype)
     kv = KVManager(
@@ -188,7 +204,7 @@ def assemble(
         max_requests=config.engine.max_requests,
     )
     poison, graphed = config.kv.poison, bool(choice.buckets.sizes)
-    pool = DevicePool(geometry, sizes, dtype=model.dtype, device=model.device, poison=poison, scratch=graphed)
+    pool = DevicePool(geometry, sizes, dtype=kv_dtype, device=model.device, poison=poison, scratch=graphed)
     forward: Forward = model
     if graph_device is not None and graphed:
         progress = partial(report, "capturing CUDA graphs")
@@ -196,7 +212,7 @@ def assemble(
     waker = Waker()
     tiers = None
     if lower is not None:
-        tiers = start_tiers(config, lower, geometry, pool, description, model.dtype, model.device, waker.wake)
+        tiers = start_tiers(config, lower, geometry, pool, description, kv_dtype, model.device, waker.wake)
     runner = ModelRunner(
         model,
         pool,
@@ -248,7 +264,8 @@ def load_engine(
         progress=lambda done, total: report("loading weights", done, total),
     )
     if model.ops.is_compiled and dtype in SUFFIX:
-        prepare(dtype, lambda done, total: report("compiling kernels", done, total))
+        compiling = partial(report, "compiling kernels")
+        prepare(dtype, compiling, kv_dtype=choose_kv_dtype(config, model))
     # Only a store outlives the process, or is shared: within it a name is enough.
     weights = weights_digest(source.path) if config.kv.store else ""
     engine = assemble(config, model, name=source.name, weights=weights, eos_token_ids=eos_token_ids, report=report)
@@ -263,6 +280,8 @@ def describe(engine: LocalEngine, model: HybridModel, name: str, *, store: str =
     dtype, matrices = (str(each).removeprefix("torch.") for each in (model.dtype, model.weight_dtype))
     if matrices != dtype:
         dtype += f" with matrices in {matrices}"
+    if kv.geometry.full.dtype_bytes != model.dtype.itemsize:
+        dtype += ", KV in bfloat16"
     shape = f"{kv.geometry.full.num_layers} full-attention" + (
         f" + {swa_layers} sliding-window layers (window {kv.geometry.window})" if swa_layers else " layers"
     )

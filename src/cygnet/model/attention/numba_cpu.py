@@ -16,7 +16,7 @@ from cygnet.model.attention.step_plan import StepPlan
 from cygnet.model.attention.torch_cpu import TorchBackend
 from cygnet.model.batch import ForwardBatch, GroupBatch, LayerKV
 from cygnet.model.cpu.chunk_layout import scratch_floats
-from cygnet.model.cpu.kernels import SUFFIX, kernel, numba_works
+from cygnet.model.cpu.kernels import SUFFIX, Kernel, kernel, numba_works
 from cygnet.model.cpu.team import num_threads
 from cygnet.model.description import AttentionSpec
 
@@ -75,7 +75,8 @@ class NumbaPlan:
 
 @ATTENTION_BACKENDS.register("numba")
 class NumbaBackend:
-    """For bf16 and fp32 on CPUs; other dtypes are left to the `torch` backend. One step at a time."""
+    """For bf16, fp32, and fp32 with KV in bf16 on CPUs; other dtypes are left to the `torch` backend. One step at a
+    time."""
 
     def __init__(self) -> None:
         if not numba_works():
@@ -92,7 +93,7 @@ class NumbaBackend:
         single, several = ([int(r) for r in np.flatnonzero(found)] for found in (rows == 1, rows > 1))
         pieces, cost = plan_pieces(spec, batch, group, several, num_threads())
         chunk_threads = 1 if cost * spec.key_dim <= CHUNKS_ALONE else min(num_threads(), len(pieces))
-        chunk_scratch = scratch_floats(spec.key_dim, spec.value_dim, dtype.itemsize)
+        chunk_scratch = scratch_floats(spec.key_dim, spec.value_dim)
         write_first = bool(several) or len(group.slot_mapping) > batch.query_start[-1]
         decodes, num_keys, longest = self._decodes(spec, batch, group, single, write=not write_first)
         threads = 1 if num_keys * spec.num_kv_heads * spec.key_dim <= ALONE else num_threads()
@@ -144,7 +145,7 @@ class NumbaBackend:
     def _write(self, key: Tensor, value: Tensor, plan: NumbaPlan, layer_kv: LayerKV) -> None:
         """The KV of all tokens, before any thread reads it."""
         rows, key_size, value_size = key.shape[0], key[0].numel(), value[0].numel()
-        kernel("write", key.dtype)(
+        _kernel("write", key, layer_kv)(
             1 if rows * (key_size + value_size) <= ALONE else num_threads(),
             key.data_ptr(),
             value.data_ptr(),
@@ -167,7 +168,7 @@ class NumbaBackend:
         layer_kv: LayerKV,
         out: Tensor,
     ) -> None:
-        kernel("chunks", query.dtype)(
+        _kernel("chunks", query, layer_kv)(
             plan.chunk_threads,
             layer_kv.key.data_ptr(),
             layer_kv.value.data_ptr(),
@@ -198,7 +199,7 @@ class NumbaBackend:
         layer_kv: LayerKV,
         out: Tensor,
     ) -> None:
-        kernel("decode", query.dtype)(
+        _kernel("decode", query, layer_kv)(
             plan.threads,
             layer_kv.key.data_ptr(),
             layer_kv.value.data_ptr(),
@@ -247,6 +248,11 @@ class NumbaBackend:
         if self._scratch.numel() < size:
             self._scratch = torch.empty(2 * size)
         return self._scratch
+
+
+def _kernel(name: str, like: Tensor, layer_kv: LayerKV) -> Kernel:
+    """The kernel for elements of `like` over such a cache."""
+    return kernel(name if layer_kv.key.dtype == like.dtype else f"{name}_narrow", like.dtype)
 
 
 def _padded(size: int) -> int:

@@ -92,11 +92,11 @@ class TorchBackend:
             rows = slice(chunk.start_row, chunk.end_row)
             attend_chunk(spec, query[rows] * spec.scale, sinks, chunk, layer_kv, out[rows])
 
-    def _gather(self, layer_kv: LayerKV, index: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer_kv: LayerKV, index: Tensor, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K [*shape, key_dim] and V [*shape, value_dim] of the head rows `index`."""
         index = index.reshape(-1)
-        keys = self._scratch.gather("key", layer_kv.key, index)
-        values = self._scratch.gather("value", layer_kv.value, index)
+        keys = self._scratch.gather("key", layer_kv.key, index).to(dtype)
+        values = self._scratch.gather("value", layer_kv.value, index).to(dtype)
         return keys.view(*shape, keys.shape[-1]), values.view(*shape, values.shape[-1])
 
     def _decode(
@@ -104,8 +104,8 @@ class TorchBackend:
     ) -> Tensor:
         """One query per request: `query` [requests, num_heads, key_dim] -> [requests, num_heads, value_dim]."""
         requests, kv_heads, group = query.shape[0], spec.num_kv_heads, spec.group_size
-        keys, values = self._gather(layer_kv, plan.index, requests * kv_heads, plan.num_keys)
-        folded = query.reshape(requests * kv_heads, group, spec.key_dim).to(keys.dtype)
+        keys, values = self._gather(layer_kv, plan.index, requests * kv_heads, plan.num_keys, dtype=query.dtype)
+        folded = query.reshape(requests * kv_heads, group, spec.key_dim)
         scores = torch.bmm(folded, keys.transpose(1, 2))
         if plan.mask is not None:
             scores.view(requests, -1, plan.num_keys).add_(plan.mask)
@@ -123,8 +123,8 @@ class TorchBackend:
     ) -> None:
         """SWA layer: `query` [n, num_heads, key_dim] into `out` [n, num_heads, value_dim], tile by tile."""
         assert spec.window is not None
-        keys, values = self._gather(layer_kv, plan.index, spec.num_kv_heads, plan.num_keys)
-        folded = _fold(query, spec.num_kv_heads).to(keys.dtype)
+        keys, values = self._gather(layer_kv, plan.index, spec.num_kv_heads, plan.num_keys, dtype=query.dtype)
+        folded = _fold(query, spec.num_kv_heads)
         group = spec.group_size
         for start in range(0, plan.num_queries, QUERY_TILE):
             end = min(start + QUERY_TILE, plan.num_queries)
@@ -148,16 +148,16 @@ class TorchBackend:
     ) -> None:
         """Full layer: the prefix tile by tile, then the chunk itself; memory does not grow with the prefix."""
         kv_heads, group = spec.num_kv_heads, spec.group_size
-        folded = _fold(query, kv_heads).to(layer_kv.key.dtype)
+        folded = _fold(query, kv_heads)
         merged = _Merger(folded.shape[1], kv_heads, spec.value_dim, folded)
         for low in range(0, plan.num_cached, KEY_TILE):
             high = min(low + KEY_TILE, plan.num_cached)
-            keys, values = self._gather(layer_kv, plan.index[:, low:high], kv_heads, high - low)
+            keys, values = self._gather(layer_kv, plan.index[:, low:high], kv_heads, high - low, dtype=query.dtype)
             for rows in _tiles(plan.num_queries, group):
                 scores = torch.bmm(folded[:, rows], keys.transpose(1, 2))
                 merged.add(rows, *_partial(scores, values))
         own = plan.index[:, plan.num_cached :]
-        keys, values = self._gather(layer_kv, own, kv_heads, plan.num_queries)
+        keys, values = self._gather(layer_kv, own, kv_heads, plan.num_queries, dtype=query.dtype)
         for rows in _tiles(plan.num_queries, group):
             start, end = rows.start // group, rows.stop // group
             scores = torch.bmm(folded[:, rows], keys[:, :end].transpose(1, 2))

@@ -243,11 +243,11 @@ def write_newest(p, keys, values, key, value, slot, row, head):
     kv_heads, key_dim, value_dim = p[13], p[15], p[16]
     source, target = shift(key, (row * kv_heads + head) * key_dim), shift(keys, (slot * kv_heads + head) * key_dim)
     for i in range(key_dim):
-        target[i] = source[i]
+        store(target, i, load(source, i))
     source = shift(value, row * p[21] + head * value_dim)
     target = shift(values, (slot * kv_heads + head) * value_dim)
     for i in range(value_dim):
-        target[i] = source[i]
+        store(target, i, load(source, i))
 
 
 def _decode_with(attend):
@@ -257,8 +257,8 @@ def _decode_with(attend):
     def decode(p, keys, values, query, key, value, out):
         """Decode rows of a step.
 
-        p[2], p[3] the cache's `keys`, `values` T [slots, kv_heads, dim]; p[4] `query` T [rows, heads, key_dim]; p[5],
-        p[6] the step's `key`, `value`; p[7] `out` T [rows, heads, value_dim]; p[8] sinks fp32 [heads] or 0.
+        p[2], p[3] the cache's `keys`, `values` [slots, kv_heads, dim] of T, or bf16 where T is fp32; p[4] `query` T
+        [rows, heads, key_dim]; p[5], p[6] the step's `key`, `value`; p[7] `out` T [rows, heads, value_dim]; p[8] sinks fp32 [heads] or 0.
         p[9] int64 [requests, 6]: row, slot to write (-1: none), first key, end of keys, address of the block ids, block
         of its column 0. p[10] requests, p[11] parts per request, p[12] block_size, p[13] kv_heads, p[14] heads per KV
         head, p[15] key_dim, p[16] value_dim, p[17] scratch fp32, p[18] floats of a part, p[19] parts done int64
@@ -313,3 +313,8 @@ def decode_bf16(p):
 
 def decode_f32(p):
     _decode_alone(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), f32_at(p[5]), f32_at(p[6]), f32_at(p[7]))
+
+
+def decode_narrow_f32(p):
+    """With KV in bf16."""
+    _decode_alone(p, bf16_at(p[2]), bf16_at(p[3]), f32_at(p[4]), f32_at(p[5]), f32_at(p[6]), f32_at(p[7]))

@@ -54,7 +54,7 @@ def padded(size):
 
 
 @jit
-def locate(p, piece, tile, low, high, size, nothing, rows_at):
+def locate(p, piece, tile, low, high, cached_size, nothing, rows_at):
     """Addresses of the keys, then of the values, at positions tile .. tile + TILE - 1.
 
     `nothing` stands for those outside low .. high - 1.
@@ -67,8 +67,8 @@ def locate(p, piece, tile, low, high, size, nothing, rows_at):
     block, offset = first // block_size, first % block_size
     for position in range(first, min(high, tile + TILE)):
         row = (table[block] * block_size + offset) * kv_heads + piece[3]
-        rows_at[position - tile] = p[2] + row * key_dim * size
-        rows_at[TILE + position - tile] = p[3] + row * value_dim * size
+        rows_at[position - tile] = p[2] + row * key_dim * cached_size
+        rows_at[TILE + position - tile] = p[3] + row * value_dim * cached_size
         offset += 1
         if offset == block_size:
             offset = 0
@@ -76,18 +76,18 @@ def locate(p, piece, tile, low, high, size, nothing, rows_at):
 
 
 @jit
-def pack_tile(values_at, begin, end, dim, size, values):
+def pack_tile(values_at, begin, end, dim, size, values, cached_size, cached):
     """Values of the tile's keys begin .. end - 1 into `values` [blocks, steps of a tile, BLOCK]."""
     per_step = 4 // size
     whole = dim // BLOCK
     for step in range(begin // per_step, end // per_step):
         at, target = shift(values_at, step * per_step), shift(values, step * BLOCK * per_step)
         for block in range(whole):
-            pack_values(at, block * BLOCK * size, shift(target, block * TILE * BLOCK))
+            pack_values(at, block * BLOCK * cached_size, shift(target, block * TILE * BLOCK), cached)
         if whole * BLOCK < dim:
             target = shift(target, whole * TILE * BLOCK)
             for key in range(per_step):
-                source = pointer_like(values, at[key])
+                source = pointer_like(cached, at[key])
                 for i in range(BLOCK):
                     here = whole * BLOCK + i
                     store(target, i * per_step + key, load(source, here) if here < dim else ZERO)
@@ -166,8 +166,9 @@ def fetch(rows_at, begin, end, row_bytes):
 
 @jit
 def attend_panel(
-    p, piece, first, tile, size, rows_at, ahead, share, queries, sees, state, scores, weights, values, sums
-):
+    p, piece, first, tile, size, rows_at, ahead, share, queries, sees, state, scores, weights, values, sums,
+    cached_size, cached,
+):  # fmt: skip
     """One tile of keys for one panel, whose first row is `first`.
 
     Meanwhile asks for a part of the rows that `ahead` tells the addresses of, `share` per `KEYS` keys.
@@ -180,8 +181,8 @@ def attend_panel(
         return
     begin, end = begin // KEYS * KEYS, (end + KEYS - 1) // KEYS * KEYS
     for k in range(begin, end, KEYS):
-        score_keys(queries, shift(rows_at, k), key_dim * size // 4, shift(scores, (k - begin) * ROWS))
-        fetch(ahead, k // KEYS * share, (k // KEYS + 1) * share, max(key_dim, value_dim) * size)
+        score_keys(queries, shift(rows_at, k), key_dim * cached_size // 4, shift(scores, (k - begin) * ROWS), cached)
+        fetch(ahead, k // KEYS * share, (k // KEYS + 1) * share, max(key_dim, value_dim) * cached_size)
     seen_by_all = tile + begin >= max(piece[5], piece[4] + newest - window) and tile + end <= piece[4] + oldest + 1
     if not seen_by_all:
         mask(scores, begin, end, low - tile, tile - piece[4], np.int32(window), sees)
@@ -222,7 +223,7 @@ def finish(p, piece, first, size, state, at, sees, sums, like):
 
 
 @jit
-def attend_piece(p, piece, size, mine, like):
+def attend_piece(p, piece, size, mine, like, cached_size, cached):
     """A whole piece; `mine` is the address of the thread's scratch, laid out as `scratch_floats` counts it."""
     group, key_dim, value_dim = p[13], p[14], p[15]
     num_steps, num_dims = padded(key_dim * size // 4), padded(value_dim)
@@ -248,11 +249,12 @@ def attend_piece(p, piece, size, mine, like):
     high = piece[4] + (piece[1] + piece[2] - 1) // group + 1
     here, ahead = i64_at(mine), i64_at(mine + 16 * TILE)
     tile = low // TILE * TILE
-    locate(p, piece, tile, low, high, size, nothing, here)
+    locate(p, piece, tile, low, high, cached_size, nothing, here)
     while tile < high:
         begin, end = max(low - tile, 0) // KEYS * KEYS, min(high - tile + KEYS - 1, TILE) // KEYS * KEYS
-        pack_tile(shift(here, TILE), begin, end, value_dim, size, pointer_like(like, values))
-        locate(p, piece, tile + TILE, low, high, size, nothing, ahead)
+        packed = pointer_like(like, values)
+        pack_tile(shift(here, TILE), begin, end, value_dim, size, packed, cached_size, cached)
+        locate(p, piece, tile + TILE, low, high, cached_size, nothing, ahead)
         for n in range(panels):
             attend_panel(
                 p,
@@ -270,6 +272,8 @@ def attend_piece(p, piece, size, mine, like):
                 pointer_like(like, weights),
                 pointer_like(like, values),
                 shift(f32_at(sums), n * num_dims * ROWS),
+                cached_size,
+                cached,
             )
         tile += TILE
         here, ahead = ahead, here
@@ -282,9 +286,9 @@ def attend_piece(p, piece, size, mine, like):
 def write(p, key, value, keys, values):
     """The step's own keys and values into their slots.
 
-    p[2] `key` T [rows, key_size], p[3] `value` T [rows, value_size], p[4], p[5] the cache's `keys`, `values` T [slots,
-    key_size or value_size]; p[6] slots int64 [rows], -1: not written. p[7] rows, p[8] rows per piece, p[9] key_size,
-    p[10] value_size, p[11] elements between the rows of `value`.
+    p[2] `key` T [rows, key_size], p[3] `value` T [rows, value_size], p[4], p[5] the cache's `keys`, `values` [slots,
+    key_size or value_size], of T or bf16; p[6] slots int64 [rows], -1: not written. p[7] rows, p[8] rows per piece,
+    p[9] key_size, p[10] value_size, p[11] elements between the rows of `value`.
     """
     key_size, value_size = p[9], p[10]
     while True:
@@ -296,39 +300,44 @@ def write(p, key, value, keys, values):
             if slot >= 0:
                 source, target = shift(key, row * key_size), shift(keys, slot * key_size)
                 for i in range(key_size):
-                    target[i] = source[i]
+                    store(target, i, load(source, i))
                 source, target = shift(value, row * p[11]), shift(values, slot * value_size)
                 for i in range(value_size):
-                    target[i] = source[i]
+                    store(target, i, load(source, i))
 
 
 @jit
-def chunks(p, size, like):
+def chunks(p, size, like, cached_size, cached):
     """Chunks of a step.
 
-    p[2], p[3] the cache's keys, values T [slots, kv_heads, dim], the step's own among them; p[4] `query` T [rows,
+    p[2], p[3] the cache's keys, values C [slots, kv_heads, dim], the step's own among them; p[4] `query` T [rows,
     heads, key_dim]; p[5] `out` T [rows, heads, value_dim]; p[6] sinks fp32 [heads] or 0.
     p[7] int64 [pieces, FIELDS]: the chunk's first row of `query`; the piece's first row in the folded chunk, its rows
     (up to PANELS * ROWS), its KV head; position of the chunk's first query, first key; address of the block ids, block
     of column 0. p[8] pieces; p[9] scratch fp32, p[10] floats of it per thread; p[11] block_size, p[12] kv_heads, p[13]
-    heads per KV head, p[14] key_dim (even for bf16), p[15] value_dim; p[16] window, below 2^31; p[17] the
+    heads per KV head, p[14] key_dim (even for C bf16), p[15] value_dim; p[16] window, below 2^31; p[17] the
     scale, above 0.
-    `size` is that of T; `like` any pointer to T.
+    `size` is that of T; `like` any pointer to T. C is T, or bf16 where T is fp32.
     """
     mine = p[9] + 4 * p[10] * take(p, 1)
     while True:
         number = take(p, 0)
         if number >= p[8]:
             break
-        attend_piece(p, shift(i64_at(p[7]), number * FIELDS), size, mine, like)
+        attend_piece(p, shift(i64_at(p[7]), number * FIELDS), size, mine, like, cached_size, cached)
 
 
 def chunks_bf16(p):
-    chunks(p, 2, bf16_at(0))
+    chunks(p, 2, bf16_at(0), 2, bf16_at(0))
 
 
 def chunks_f32(p):
-    chunks(p, 4, f32_at(0))
+    chunks(p, 4, f32_at(0), 4, f32_at(0))
+
+
+def chunks_narrow_f32(p):
+    """With KV in bf16."""
+    chunks(p, 4, f32_at(0), 2, bf16_at(0))
 
 
 def write_bf16(p):
@@ -337,3 +346,7 @@ def write_bf16(p):
 
 def write_f32(p):
     write(p, f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), f32_at(p[5]))
+
+
+def write_narrow_f32(p):
+    write(p, f32_at(p[2]), f32_at(p[3]), bf16_at(p[4]), bf16_at(p[5]))

@@ -16,9 +16,9 @@ STATE = 3 * ROWS
 """Floats of a panel's state: largest scores, sums of weights, factors."""
 
 
-def scratch_floats(key_dim: int, value_dim: int, itemsize: int) -> int:
-    """Floats of scratch that a thread needs, a whole number of cache lines."""
-    num_steps, num_dims, keys = (-(-n // BLOCK) * BLOCK for n in (key_dim * itemsize // 4, value_dim, key_dim))
+def scratch_floats(key_dim: int, value_dim: int) -> int:
+    """Floats of scratch that a thread needs, a whole number of cache lines; for bf16 a little more than that."""
+    keys, num_dims = (-(-n // BLOCK) * BLOCK for n in (key_dim, value_dim))
     places = 8 * TILE + (2 + PANELS) * ROWS
     tile = 2 * TILE * ROWS + TILE * num_dims
-    return places + PANELS * (STATE + ROWS * (num_steps + num_dims)) + max(num_dims, keys) + tile
+    return places + PANELS * (STATE + ROWS * (keys + num_dims)) + max(num_dims, keys) + tile

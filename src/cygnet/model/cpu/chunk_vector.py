@@ -134,19 +134,27 @@ class Emitter:
         builder.position_at_end(after)
         return results
 
-    def products(self, rows: Any, steps: Any, sums: list[Any], factor: Callable[[int, Any], Any]) -> list[Any]:
-        """sums[k * vectors + v] + sum over steps of rows[step, v] * factor(k, step)."""
+    def products(
+        self, rows: Any, steps: Any, sums: list[Any], factors: Callable[[int, Any], list[Any]], at_once: int = 1
+    ) -> list[Any]:
+        """sums[k * vectors + v] + sum over steps of rows[step, v] * factor(k, step).
+
+        `factors(k, i)` gives those of `at_once` steps, from i * at_once on; `steps` counts these.
+        """
 
         def step(i: Any, sums: list[Any]) -> list[Any]:
-            first = self.builder.mul(i, self.integer(_VECTORS))
+            first = self.builder.mul(i, self.integer(_VECTORS * at_once))
             lanes = []
-            for v in range(_VECTORS):
+            for v in range(_VECTORS * at_once):
                 place = self.at(rows, self.builder.add(first, self.integer(v)), _WORDS)
                 lanes.append(self.factors(self.builder.load(place, align=4)))
             results = []
             for k in range(len(sums) // _VECTORS):
-                same = self.factors(self.spread(factor(k, i)))
-                results += [self.add_products(sums[k * _VECTORS + v], lanes[v], same) for v in range(_VECTORS)]
+                totals = sums[k * _VECTORS : (k + 1) * _VECTORS]
+                for n, word in enumerate(factors(k, i)):
+                    same, those = self.factors(self.spread(word)), lanes[n * _VECTORS : (n + 1) * _VECTORS]
+                    totals = [self.add_products(total, lane, same) for total, lane in zip(totals, those, strict=True)]
+                results += totals
             return results
 
         return self.loop(steps, sums, step)
@@ -227,13 +235,20 @@ def pack_queries(typing_context: Any, addresses: Any, offset: Any, queries: Any)
     return types.void(_ADDRESSES, types.int64, queries), generate
 
 
+def _is_narrow(elements: Any, cached: Any) -> bool:
+    """Whether the cache has bf16 where all else is in fp32: numba's types of pointers to both."""
+    return bool(cached.dtype == types.uint16 and elements.dtype == types.float32)
+
+
 @intrinsic
-def pack_values(typing_context: Any, addresses: Any, offset: Any, values: Any) -> Any:
-    """`BLOCK` value dims, `offset` bytes behind each of a step's addresses, side by side."""
+def pack_values(typing_context: Any, addresses: Any, offset: Any, values: Any, cached: Any) -> Any:
+    """`BLOCK` value dims, `offset` bytes behind each of a step's addresses, side by side; `cached` is any pointer to
+    what the cache holds."""
+    narrow = _is_narrow(values, cached)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder, values)
-        kind = ir.VectorType(_HALF if emit.bf16 else _WORD, BLOCK)
+        kind = ir.VectorType(_HALF if emit.bf16 or narrow else _WORD, BLOCK)
         rows = []
         for key in range(2 if emit.bf16 else 1):
             place = builder.inttoptr(builder.add(emit.address(args[0], key), args[1]), kind.as_pointer())
@@ -241,15 +256,19 @@ def pack_values(typing_context: Any, addresses: Any, offset: Any, values: Any) -
         if emit.bf16:
             order = [lane // 2 + BLOCK * (lane % 2) for lane in range(2 * BLOCK)]
             rows = [emit.shuffle(rows[0], rows[1], order)]
+        if narrow:
+            rows = [builder.shl(builder.zext(rows[0], _WORDS), emit.words(16))]
         emit.put(rows[0], args[2], 0)
         return context.get_dummy_value()
 
-    return types.void(_ADDRESSES, types.int64, values), generate
+    return types.void(_ADDRESSES, types.int64, values, cached), generate
 
 
 @intrinsic
-def score_keys(typing_context: Any, queries: Any, keys: Any, steps: Any, scores: Any) -> Any:
-    """scores[k, row] = query of the row . key of address keys[k], for `KEYS` keys."""
+def score_keys(typing_context: Any, queries: Any, keys: Any, words: Any, scores: Any, cached: Any) -> Any:
+    """scores[k, row] = query of the row . key of address keys[k], for `KEYS` keys of `words` times 32 bits; `cached` is
+    any pointer to what the cache holds."""
+    narrow = _is_narrow(queries, cached)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder, queries)
@@ -258,14 +277,20 @@ def score_keys(typing_context: Any, queries: Any, keys: Any, steps: Any, scores:
             places = [builder.inttoptr(emit.address(args[1], k), _WORD.as_pointer()) for k in numbers]
             zeros = [emit.floats(0.0)] * (len(places) * _VECTORS)
 
-            def key(k: int, step: Any, places: list[Any] = places) -> Any:
-                return builder.load(emit.at(places[k], step, _WORD))
+            def key(k: int, step: Any, places: list[Any] = places) -> list[Any]:
+                word = builder.load(emit.at(places[k], step, _WORD))
+                if not narrow:
+                    return [word]
+                return [
+                    builder.shl(word, ir.Constant(_WORD, 16)),
+                    builder.and_(word, ir.Constant(_WORD, 0xFFFF0000)),
+                ]
 
-            for i, total in enumerate(emit.products(args[0], args[2], zeros, key)):
+            for i, total in enumerate(emit.products(args[0], args[2], zeros, key, 2 if narrow else 1)):
                 emit.put(total, args[3], first * _VECTORS + i)
         return context.get_dummy_value()
 
-    return types.void(queries, _ADDRESSES, types.int64, _F32), generate
+    return types.void(queries, _ADDRESSES, types.int64, _F32, cached), generate
 
 
 @intrinsic
@@ -278,9 +303,9 @@ def add_values(typing_context: Any, weights: Any, steps: Any, values: Any, sums:
             count = emit.keys_at_once * _VECTORS
             before = [emit.vector(args[3], first * _VECTORS + i) for i in range(count)]
 
-            def value(k: int, step: Any, first: int = first) -> Any:
+            def value(k: int, step: Any, first: int = first) -> list[Any]:
                 place = builder.add(builder.mul(step, emit.integer(BLOCK)), emit.integer(first + k))
-                return builder.load(emit.at(args[2], place, _WORD))
+                return [builder.load(emit.at(args[2], place, _WORD))]
 
             for i, total in enumerate(emit.products(args[0], args[1], before, value)):
                 emit.put(total, args[3], first * _VECTORS + i)

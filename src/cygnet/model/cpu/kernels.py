@@ -27,6 +27,7 @@ _KERNELS = {
     "heads": ("glue_kernels", "12qd"),
     "gated": ("glue_kernels", "6q"),
     "decode": ("attention_kernels", "18qdq"),
+    "decode_narrow": ("attention_kernels", "18qdq"),
     "multiply_packed": ("linear_kernels", "9q"),
     "multiply_widened": ("linear_kernels", "9q"),
     "multiply_i8": ("linear_kernels", "12q"),
@@ -39,7 +40,9 @@ _KERNELS = {
     "settle_widened": ("screen_kernels", "13q"),
     "program": ("program_kernel", "6q"),
     "chunks": ("chunk_kernels", "15qd"),
+    "chunks_narrow": ("chunk_kernels", "15qd"),
     "write": ("chunk_kernels", "10q"),
+    "write_narrow": ("chunk_kernels", "10q"),
 }
 
 
@@ -82,13 +85,21 @@ def _compiled(name: str, dtype: torch.dtype) -> Any:
     return compile_kernel(getattr(module, f"{name}_{SUFFIX[dtype]}"))
 
 
-def prepare(dtype: torch.dtype, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Compile all kernels for a dtype, or read them from the cache: some 15 s the first time, 0.1 s later.
+def prepare(
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    """Compile the kernels for a dtype, or read them from the cache: some 15 s the first time, 0.1 s later.
 
-    `progress` is called with (kernels done, in total).
+    `progress` is called with (kernels done, in total). KV is in `dtype`, or in `kv_dtype`.
     """
+    narrow = kv_dtype not in (None, dtype)
     for index, (name, (module, _)) in enumerate(_KERNELS.items()):
         progress(index, len(_KERNELS))
+        if (f"{name}_narrow" in _KERNELS and narrow) or (name.endswith("_narrow") and not narrow):
+            continue
         if hasattr(importlib.import_module(f"cygnet.model.cpu.{module}"), f"{name}_{SUFFIX[dtype]}"):
             _compiled(name, dtype)
     _compiled("program", torch.float32)

@@ -9,8 +9,8 @@ part). All those norms are known.
 
 A step of y is chosen by row so that all but a few activations fit a byte: a model has some that are ten times the
 others. Those have a second byte, and only the words (four inputs) with such are gone through twice. A word of weights
-is four bytes without a sign, 128 more than the weight. Where bytes are widened before they are multiplied (AVX2), all of
-y is in int16, and there are no second bytes.
+is four bytes without a sign, 128 more than the weight. Where bytes are widened before they are multiplied (AVX2), y is
+in int16, and there are no second bytes.
 """
 
 import numpy as np

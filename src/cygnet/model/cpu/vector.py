@@ -212,7 +212,11 @@ def _sum_panel(builder: Any, rows: int, count: Any, sums: Any, kind: ir.VectorTy
     for first in range(0, _VECTORS, _AT_ONCE):
         vectors = range(first, first + _AT_ONCE)
         zeros = [ir.Constant(kind, [0] * LANES)] * (rows * len(vectors))
-        totals = counted_loop(builder, count, zeros, lambda index, some, vectors=vectors: step(index, vectors, some))
+
+        def some(index: Any, totals: list[Any], vectors: range = vectors) -> list[Any]:
+            return step(index, vectors, totals)
+
+        totals = counted_loop(builder, count, zeros, some)
         places = [row * PANEL + vector * LANES for row in range(rows) for vector in vectors]
         for place, total in zip(places, totals, strict=True):
             builder.store(total, vector_at(builder, sums, ir.Constant(_LONG, place), kind), align=4)
