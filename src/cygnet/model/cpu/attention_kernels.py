@@ -258,7 +258,8 @@ def _decode_with(attend):
         """Decode rows of a step.
 
         p[2], p[3] the cache's `keys`, `values` [slots, kv_heads, dim] of T, or bf16 where T is fp32; p[4] `query` T
-        [rows, heads, key_dim]; p[5], p[6] the step's `key`, `value`; p[7] `out` T [rows, heads, value_dim]; p[8] sinks fp32 [heads] or 0.
+        [rows, heads, key_dim]; p[5], p[6] the step's `key`, `value`; p[7] `out` T [rows, heads, value_dim]; p[8] sinks
+        fp32 [heads] or 0.
         p[9] int64 [requests, 6]: row, slot to write (-1: none), first key, end of keys, address of the block ids, block
         of its column 0. p[10] requests, p[11] parts per request, p[12] block_size, p[13] kv_heads, p[14] heads per KV
         head, p[15] key_dim, p[16] value_dim, p[17] scratch fp32, p[18] floats of a part, p[19] parts done int64
