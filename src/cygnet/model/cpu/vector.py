@@ -133,8 +133,9 @@ if _has("avx512f", "avx512vnni"):
 if _has("avx512f", "avx512bf16"):
     dot_bf16 = _instruction("vdpbf16ps", _FLOATS)
 
-_AT_ONCE = _VECTORS if _has("avx512f") else 1
-"""Vectors of a panel that go through its inputs together: their sums, of all rows, have to fit the registers."""
+def _vectors_at_once(rows: int) -> int:
+    """Vectors of a panel that go through its inputs together: their sums, of all rows, have to fit the registers."""
+    return _VECTORS if _has("avx512f") else max(1, _VECTORS // rows)
 
 
 def counted_loop(builder: Any, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> Any:
@@ -209,8 +210,9 @@ Step = Callable[[Any, range, list[Any]], list[Any]]
 
 def _sum_panel(builder: Any, rows: int, count: Any, sums: Any, kind: ir.VectorType, step: Step) -> None:
     """sums [rows, PANEL] = `count` steps, as many vectors at a time as the registers hold."""
-    for first in range(0, _VECTORS, _AT_ONCE):
-        vectors = range(first, first + _AT_ONCE)
+    at_once = _vectors_at_once(rows)
+    for first in range(0, _VECTORS, at_once):
+        vectors = range(first, min(first + at_once, _VECTORS))
         zeros = [ir.Constant(kind, [0] * LANES)] * (rows * len(vectors))
 
         def some(index: Any, totals: list[Any], vectors: range = vectors) -> list[Any]:
@@ -309,7 +311,7 @@ def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool, at_once: i
                     builder.store(total, place, align=4)
 
             for first in range(0, _VECTORS, at_once):
-                through(range(first, first + at_once))
+                through(range(first, min(first + at_once, _VECTORS)))
             return context.get_dummy_value()
 
         return types.void(x, stride, weight, steps, sums, types.int64), generate
@@ -317,14 +319,14 @@ def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool, at_once: i
     return product
 
 
-def widened_panel(rows: int, at_once: int = _AT_ONCE) -> Any:
+def widened_panel(rows: int, at_once: int = 0) -> Any:
     """`_float_product` of fp32 and bf16 in pairs, widened on the way; `weight` int32*, steps of two inputs."""
-    return _float_product(rows, 2, _widened, True, at_once)
+    return _float_product(rows, 2, _widened, True, at_once or _vectors_at_once(rows))
 
 
-def float_panel(rows: int, at_once: int = _AT_ONCE) -> Any:
+def float_panel(rows: int, at_once: int = 0) -> Any:
     """`_float_product` of fp32 and a panel in fp32, [in, PANEL]; `weight` float32*, steps of one input."""
-    return _float_product(rows, 1, _floats, False, at_once)
+    return _float_product(rows, 1, _floats, False, at_once or _vectors_at_once(rows))
 
 
 def i8_panel(rows: int, dot: Dot = dot_i16) -> Any:
