@@ -224,6 +224,14 @@ def _sum_panel(builder: Any, rows: int, count: Any, sums: Any, kind: ir.VectorTy
             builder.store(total, vector_at(builder, sums, ir.Constant(_LONG, place), kind), align=4)
 
 
+def _asked(vectors: range, step_bytes: int, lines: int) -> list[int]:
+    """Where in a step's bytes cache lines are asked for while `vectors` go through it: `lines` of them evenly, or one
+    in each of several goes."""
+    if len(vectors) == _VECTORS:
+        return [line * step_bytes // lines for line in range(lines)]
+    return [vectors.start * step_bytes // _VECTORS]
+
+
 def panel_product(
     rows: int, dot: Dot, load_weights: Callable[[Any, Any, Any, int], Any], lane: Any, step_bytes: int, lines: int = 1
 ) -> Any:
@@ -231,7 +239,7 @@ def panel_product(
 
     `x` points at words of 32 bits, `stride` of them from row to row, or as many times `dot.words`; `sums` [rows,
     PANEL]. With each step a cache line is asked for that lies `ahead` bytes behind what the step reads; `lines` of
-    them, evenly over what it reads.
+    them, evenly over what it reads, or one in each go where the vectors take several.
     """
     kind = ir.VectorType(lane, LANES)
 
@@ -243,9 +251,9 @@ def panel_product(
 
             def step(index: Any, vectors: range, totals: list[Any]) -> list[Any]:
                 weights = [load_weights(builder, weight, index, vector) for vector in vectors]
-                for line in range(lines) if 0 in vectors else ():
-                    start = ir.Constant(_LONG, line * step_bytes // lines)
-                    ask_for(builder, later, builder.add(builder.mul(index, ir.Constant(_LONG, step_bytes)), start))
+                for start in _asked(vectors, step_bytes, lines):
+                    place = builder.mul(index, ir.Constant(_LONG, step_bytes))
+                    ask_for(builder, later, builder.add(place, ir.Constant(_LONG, start)))
                 return add_rows(builder, dot, x, stride, index, weights, totals)
 
             _sum_panel(builder, rows, pairs, sums, kind, step)
@@ -290,8 +298,9 @@ def _float_product(rows: int, inputs: int, widen: Widen, fetch: bool, at_once: i
 
             def through(vectors: range) -> None:
                 def step(index: Any, totals: list[Any]) -> list[Any]:
-                    if fetch and 0 in vectors:
-                        ask_for(builder, later, builder.mul(index, ir.Constant(_LONG, 4 * PANEL)))
+                    for start in _asked(vectors, 4 * PANEL, 1) if fetch else ():
+                        place = builder.mul(index, ir.Constant(_LONG, 4 * PANEL))
+                        ask_for(builder, later, builder.add(place, ir.Constant(_LONG, start)))
                     weights = [widen(builder, weight, index, vector) for vector in vectors]
                     first, results = builder.mul(index, ir.Constant(_LONG, inputs)), list(totals)
                     for row in range(rows):
