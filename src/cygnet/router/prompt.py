@@ -3,7 +3,8 @@ never changed.
 
 Keys are chained hashes over the prompt's JSON text, cut in blocks of `block_bytes`:
 
-    key[i] = xxh3(key[i - 1], seed = xxh3(text[i * block_bytes : (i + 1) * block_bytes]))     key[-1] = xxh3(model, tenant)
+    key[i] = xxh3(key[i - 1], seed = xxh3(text[i * block_bytes : (i + 1) * block_bytes]))
+    key[-1] = xxh3(model, tenant)
 
 The tenant is the caller's key, where keys are to be kept apart, and the body's `cache_salt`, by which engines do.
 
