@@ -156,5 +156,5 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"cygnet\[otel\]"):
         start_tracing(TracingSettings(otlp_endpoint="http://127.0.0.1:1/v1/traces"))
-    with pytest.raises(ConfigError, match="tracing.otlp_endpoint"):
+    with pytest.raises(ConfigError, match=r"tracing\.otlp_endpoint"):
         resolve(sets=["tracing.otlp_endpoint=127.0.0.1:4318"])

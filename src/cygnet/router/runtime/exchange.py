@@ -103,9 +103,7 @@ class Exchange:
         assert worker is not None
         self._head, self._upstream = None, None
         context = self.trace.sent(worker.url) if self.trace is not None else None
-        head = request_head(
-            self._request, worker.pool.host_header, self.request_id, self._proxy.authorization, context
-        )
+        head = request_head(self._request, worker.pool.host_header, self.request_id, self._proxy.authorization, context)
         self.deadline = self._loop.time() + self._proxy.config.workers.first_byte_s
         upstream = worker.pool.send(self, head, self._request.body, fresh=fresh)
         if upstream is not None:

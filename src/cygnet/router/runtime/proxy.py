@@ -62,7 +62,7 @@ class Proxy:
         self.log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self.loop = asyncio.get_running_loop()
         self._keys = keys
-        self.followers = Followers(keys, fleet.authorization, self.recorder, config.cache.max_entries)
+        self.followers = Followers(keys, fleet.authorization, self.recorder, config.cache.max_entries, state.teach)
         self._limits = KeyLimits(
             frozenset(key_digest(key) for key in config.auth.api_keys),
             config.auth.max_in_flight,

@@ -24,6 +24,7 @@ from cygnet.router.state import State
 NS = 1_000_000_000
 TICK_S = 0.1
 TIDY_TICKS = 10
+LEARN_S = 0.1
 REDIS_START_S = 2.0
 BACKLOG = 4096
 
@@ -104,7 +105,7 @@ class Service:
             stack.push_async_callback(proxy.followers.aclose)
             stack.push_async_callback(proxy.admin.aclose)
             server = await loop.create_server(lambda: ClientConnection(proxy), sock=listener)
-            tasks = [loop.create_task(self._tick(proxy)), loop.create_task(self._keep(proxy))]
+            tasks = [loop.create_task(work(proxy)) for work in (self._tick, self._keep, self._learn)]
             stack.push_async_callback(_cancel, tasks)
             ready(proxy)
             stopped = loop.create_task(self._stopped.wait())
@@ -138,6 +139,15 @@ class Service:
                 proxy.state.renew(proxy.leases)
                 proxy.loads = await proxy.state.loads()
             await asyncio.sleep(every_s)
+
+    async def _learn(self, proxy: Proxy) -> None:
+        """Hear what other routers have learned of their workers' caches."""
+        while self._config.cache.kv_events:
+            with suppress(StateUnavailableError):
+                while entries := await proxy.state.taught():
+                    proxy.followers.learned.note(entries)
+            await asyncio.sleep(LEARN_S)
+        await asyncio.Event().wait()  # ends with the others
 
     async def _drain(self, proxy: Proxy) -> None:
         proxy.stopping = True
