@@ -18,10 +18,12 @@ keeps its keys. A collision costs a wrong route, never a wrong answer, hence a f
 
 import re
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice, repeat
 from operator import getitem
+from typing import Any
 
 import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
@@ -162,7 +164,7 @@ def chain_keys(text: memoryview, seed: bytes, block_bytes: int) -> bytes:
     num_blocks = min(len(text) // block_bytes, MAX_BLOCKS)
     fine = min(num_blocks, FINE_BLOCKS)
     coarse = (num_blocks - fine) // COARSE
-    blocks = map(getitem, repeat(text), islice(_cuts(block_bytes), fine + coarse))
+    blocks: Iterator[Any] = map(getitem, repeat(text), islice(_cuts(block_bytes), fine + coarse))
     keys = b"".join(islice(accumulate(map(xxh3_64_intdigest, blocks), xxh3_64_digest, initial=seed), 1, None))
     return _spread(keys, fine, coarse, num_blocks) if num_blocks > FINE_BLOCKS else keys
 
