@@ -7,6 +7,7 @@ one to itself. CPU per request is user + system time of the router's processes o
 steadiest column on a shared machine.
 
     python benchmarks/router.py [--quick] [--json FILE] [--check] [--only NAME ...] [--traces FOLDER]
+    python benchmarks/router.py --shapes "4 MB" --json FILE      # a part; FILE keeps the others' figures
 """
 
 import argparse
@@ -76,9 +77,11 @@ def measure(port: int, pid: int | None, shape: Shape, seconds: float) -> dict[st
     return out
 
 
-def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float]]]:
+def compare(
+    quick: bool, only: list[str], shapes: list[Shape], seconds: float
+) -> dict[str, dict[str, dict[str, float]]]:
     """Figures by target and shape. Shapes of all targets take turns, so that they meet the same noise."""
-    rounds, seconds = (1, 0.6) if quick else (3, 3.0)
+    rounds = 1 if quick else 3
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = [free_port() for _ in range(2)]
@@ -101,7 +104,7 @@ def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float
         results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in names}
         for port, pid in targets.values():
             measure(port, pid, SHAPES[0], 0.5)  # warm
-        for shape in SHAPES:
+        for shape in shapes:
             for _ in range(rounds):
                 for name, (port, pid) in targets.items():
                     one = measure(port, pid, shape, seconds)
@@ -115,11 +118,15 @@ def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = []
     for shape in SHAPES:
+        if not any(shape.name in by_shape for by_shape in results.values()):
+            continue
         lines.append(f"\n{shape.name} ({shape.callers} callers)")
         lines.append(
             f"  {'':14}{'CPU us/req':>11}{'req/s':>9}{'first p50':>11}{'p99':>8}{'total p50':>11}{'p99':>8} ms"
         )
         for name, by_shape in results.items():
+            if shape.name not in by_shape:
+                continue
             one = by_shape[shape.name]
             cpu = f"{one['cpu_us']:.0f}" if "cpu_us" in one else "-"
             lines.append(
@@ -145,6 +152,9 @@ def check(report: dict[str, Any]) -> list[str]:
             missed.append(name)
 
     results = report["compare"]
+    missing = [shape.name for shape in SHAPES if shape.name not in results.get("direct", {})]
+    if missing:
+        raise SystemExit(f"nothing to judge: not measured without a router: {', '.join(missing)}")
     for name in ("cygnet", "cygnet redis"):
         if name in results:
             at_most(f"{name}: CPU us per plain request", results[name]["plain"]["cpu_us"], limits["max_plain_cpu_us"])
@@ -171,12 +181,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     parser.add_argument("--check", action="store_true", help="compare with targets.toml; exit 1 on a miss")
     parser.add_argument("--only", nargs="*", default=[], help="of direct, relay, nginx, cygnet, ...")
+    parser.add_argument(
+        "--shapes", nargs="*", default=[], help='of "plain", "16 events", ..., "4 MB"; with --json FILE'
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
     parser.add_argument("--traces", type=Path, help="folder of request traces, for the hit rate of the index")
     args = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment(), "quick": args.quick}
+    unknown = set(args.shapes) - {shape.name for shape in SHAPES}
+    if unknown:
+        parser.error(f"no such shapes: {', '.join(sorted(unknown))}; there are: {', '.join(s.name for s in SHAPES)}")
+    report: dict[str, Any] = {"compare": {}, "replay": {}}
+    if args.shapes and args.json and args.json.exists():
+        report = json.loads(args.json.read_text())
+    report |= {"environment": environment(), "quick": args.quick}
     report["decisions"] = decisions(args.quick)
-    report["replay"] = replay(args.traces, args.quick) if args.traces else {}
-    report["compare"] = compare(args.quick, args.only)
+    if args.traces:
+        report["replay"] = replay(args.traces, args.quick)
+    shapes = [shape for shape in SHAPES if not args.shapes or shape.name in args.shapes]
+    for name, figures in compare(args.quick, args.only, shapes, 0.6 if args.quick else args.seconds).items():
+        report["compare"].setdefault(name, {}).update(figures)
     print(table(report["compare"]))
     print("\n1M-token prompt: " + ", ".join(f"{name} {value:.0f}" for name, value in report["decisions"].items()))
     if report["replay"]:

@@ -246,10 +246,16 @@ async def all_taught(fixture: Fixture) -> dict[bytes, bytes]:
     return found
 
 
-async def test_nothing_is_learned_from_a_redis_that_is_away(own_redis: RedisProcess) -> None:
-    async with opened(own_redis) as fixture:
+async def test_what_is_learned_while_redis_is_away_is_told_later(own_redis: RedisProcess) -> None:
+    async with opened(own_redis, namespace="n") as ours, opened(own_redis, namespace="n") as theirs:
         own_redis.kill()
-        await until(lambda: not fixture.state.reachable)
-        fixture.state.teach({b"key": b"block"})
+        await until(lambda: not ours.state.reachable)
+        ours.state.teach({b"key": b"block"})
         with pytest.raises(StateUnavailableError):
-            await fixture.state.taught()
+            await ours.state.taught()
+        ours.state.renew([])
+        own_redis.start()
+        await until(lambda: ours.state.reachable and theirs.state.reachable)
+        ours.state.renew([])
+        await ours.state.loads()
+        assert await all_taught(theirs) == {b"key": b"block"}

@@ -42,7 +42,9 @@ _read_lesson = msgspec.msgpack.Decoder(dict[bytes, bytes]).decode
 _read_record = msgspec.json.Decoder(WorkerRecord).decode
 
 MAX_UNDELIVERED = 100_000
-"""Releases kept for a Redis that is away. What exceeds it is left to the leases' expiry."""
+"""Releases kept for a Redis that is away, and entries learned. What exceeds it is left to the leases' expiry, or
+stays with this router.
+"""
 
 BATCH = 512
 """Leases per renewal call, so that no call holds Redis up."""
@@ -95,6 +97,7 @@ class RedisState:
         self._own = Ledger()  # requests that were placed without Redis
         self._name = token_bytes(8)
         self._last_lesson: bytes = b"0"
+        self._untold: dict[bytes, bytes] = {}
 
     @property
     def reachable(self) -> bool:
@@ -219,6 +222,9 @@ class RedisState:
             self._lease.call(self.pipe, (self._prefix, _pack(((), (), entered, self._lease_ms))), lambda reply: None)
             for lease in batch:
                 self._own.release(lease.request_id)  # Redis counts it from now on
+        untold, self._untold = iter(self._untold.items()), {}
+        while part := dict(islice(untold, BATCH)):
+            self.teach(part)
         late = list(islice(self._undelivered, BATCH))
         if late:
 
@@ -232,11 +238,17 @@ class RedisState:
     # --- what is learned
 
     def teach(self, learned: Mapping[bytes, bytes]) -> None:
-        if learned:
-            key = self._prefix + b"learned"
-            entry = (b"XADD", key, b"MAXLEN", b"~", KEPT_LESSONS, b"*", b"by", self._name, b"of", _pack(learned))
-            self.pipe.call(entry, lambda reply: None)
-            self.pipe.call((b"PEXPIRE", key, self._ttl_ms), lambda reply: None)
+        if not learned:
+            return
+
+        def on_reply(reply: Any) -> None:
+            if isinstance(reply, Exception) and len(self._untold) < MAX_UNDELIVERED:
+                self._untold.update(learned)
+
+        key = self._prefix + b"learned"
+        entry = (b"XADD", key, b"MAXLEN", b"~", KEPT_LESSONS, b"*", b"by", self._name, b"of", _pack(learned))
+        self.pipe.call(entry, on_reply)
+        self.pipe.call((b"PEXPIRE", key, self._ttl_ms), lambda reply: None)
 
     async def taught(self) -> dict[bytes, bytes]:
         found: dict[bytes, bytes] = {}
