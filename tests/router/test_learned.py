@@ -76,6 +76,11 @@ def test_what_one_has_learned_another_can_note() -> None:
     assert 0 < len(grown) < len(first)
     theirs.note(grown)
     assert theirs.find(chain_of(longer)) == ours.find(chain_of(longer))
+    late = LearnedPrefixes(1000)
+    late.note(grown)
+    assert late.find(chain_of(longer)) == NOTHING_KNOWN
+    late.learn(chain_of(longer), len(longer), tip, len(longer) * TOKENS_PER_WORD, SIZE)
+    assert late.find(chain_of(longer)) == ours.find(chain_of(longer))
 
 
 def test_a_prompt_that_goes_on_is_found_and_one_that_begins_otherwise_is_not() -> None:

@@ -58,6 +58,7 @@ class LearnedPrefixes:
         is new, for `note` of others. O(tokens) in pointers followed, and less where its beginning was learned before.
         """
         new: dict[bytes, bytes] = {}
+        begun = self._is_begun(chain)
         block = tip
         for depth in reversed(stored_depths(chain_length(chain))):
             target = min(int(num_tokens * depth / text_blocks) // block_size - 1, tip.index)
@@ -67,9 +68,10 @@ class LearnedPrefixes:
                 assert block.parent is not None
                 block = block.parent
             key = key_at(chain, depth)
-            if self._young.get(key) == block.key:
+            if self._young.get(key) != block.key:
+                new[key] = block.key
+            elif begun:  # and so is what is before it; of others' lessons only the last may have been heard
                 break
-            new[key] = block.key
         self.note(new)
         return new
 
@@ -81,10 +83,15 @@ class LearnedPrefixes:
             self._young[key] = block_key
             self._old.pop(key, None)
 
+    def _is_begun(self, chain: bytes) -> bool:
+        """Whether one of the first prefixes is known."""
+        first = range(1, min(chain_length(chain), FIRST_DEPTHS) + 1)
+        return any(self._get(key_at(chain, depth)) is not None for depth in first)
+
     def find(self, chain: bytes) -> Known:
         """What is known of a prompt's prefixes. O(blocks of text beyond the last one known)."""
         num_blocks = chain_length(chain)
-        if all(self._get(key_at(chain, depth)) is None for depth in range(1, min(num_blocks, FIRST_DEPTHS) + 1)):
+        if not self._is_begun(chain):
             return NOTHING_KNOWN
         last = next(depth for depth in range(num_blocks, 0, -1) if self._get(key_at(chain, depth)) is not None)
         depths, keys = [], []

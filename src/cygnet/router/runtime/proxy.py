@@ -69,7 +69,8 @@ class Proxy:
             config.auth.requests_per_minute,
         )
         self._needs_key = bool(config.auth.api_keys)
-        self._callers: dict[bytes, bytes] = {}  # Authorization headers of known keys, and the keys' digests
+        self._callers: dict[bytes, bytes] = {}
+        """Digests by `Authorization` header, of keys that are valid (and in the settings anyway)."""
         worker_key = config.workers.api_key
         self.authorization: bytes | None = (
             f"Bearer {worker_key}".encode() if worker_key else b"" if self._needs_key else None
