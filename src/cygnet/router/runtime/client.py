@@ -220,7 +220,6 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._target = b""
         self._headers: Headers = []
-        self._head_size = 0
         self._length = 0
         self._body: list[bytes] = []
         self._fields: dict[bytes, bytes] = {}
@@ -229,14 +228,14 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        lower = name.lower()
-        self._headers.append((lower, name, value))
-        self._fields.setdefault(lower, value)
-        self._head_size += len(name) + len(value) + 4
+        if self._in_head:  # trailers are left out
+            self._headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if len(self._target) + self._head_size > self._gate.settings.max_head_bytes:
+        self._fields = {lower: value for lower, _, value in reversed(self._headers)}
+        size = len(self._target) + sum([len(name) + len(value) + 4 for _, name, value in self._headers])
+        if size > self._gate.settings.max_head_bytes:
             raise _Refuse(431, "request line and headers are too large")
         if len(self._headers) > self._gate.settings.max_headers:
             raise _Refuse(431, f"more than {self._gate.settings.max_headers} headers")
