@@ -133,6 +133,7 @@ if _has("avx512f", "avx512vnni"):
 if _has("avx512f", "avx512bf16"):
     dot_bf16 = _instruction("vdpbf16ps", _FLOATS)
 
+
 def _vectors_at_once(rows: int) -> int:
     """Vectors of a panel that go through its inputs together: their sums, of all rows, have to fit the registers."""
     return _VECTORS if _has("avx512f") else max(1, _VECTORS // rows)
