@@ -375,7 +375,7 @@ class Cache:
                     return entry
                 if needed > self.arena.capacity_bytes:
                     return Item.FULL
-                self.memory.end_late_leases(time.monotonic_ns())
+                self.memory.look_around()
                 victim = self.memory.tiering.victim()
                 if victim is not None and self._has_lost_its_copy(victim):
                     self.memory.tiering.lost_copy(victim)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +19,7 @@ from cygnet.gcache.limits import MAX_BATCH
 from cygnet.gcache.protocol import (
     ANSWER_MAGIC,
     HEAD_BYTES,
+    NO_BLOCK,
     PROTOCOL_VERSION,
     FrameHead,
     Item,
@@ -27,6 +29,7 @@ from cygnet.gcache.protocol import (
     Viewed,
     pack_request,
     unpack_gots,
+    unpack_number,
     unpack_viewed,
 )
 from cygnet.gcache.quick import (
@@ -38,11 +41,16 @@ from cygnet.gcache.quick import (
     unpack_viewed_one,
 )
 from cygnet.gcache.record import chunk_seed
+from cygnet.gcache.runtime.attached import Attached
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
+from cygnet.gcache.runtime.shared_index import attach_index
 from cygnet.gcache.runtime.shared_memory import attach
 from cygnet.gcache.runtime.views import MappedArena
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
+
+if TYPE_CHECKING:
+    from cygnet.gcache.runtime import _core as Core  # noqa: N812
 
 CONNECT_TIMEOUT_S = 1.0
 LEAST_BUDGET_S = 0.01
@@ -50,6 +58,8 @@ LEAST_BUDGET_S = 0.01
 IDLE_CHECK_S = 0.01
 """A connection unused for longer is looked at before it is used: the server may have been restarted."""
 MAX_UNIX_CONNECTIONS = 4
+ATTACH_AGAIN_S = 1.0
+"""Where attaching has failed, it is tried again so much later."""
 
 
 class GCacheError(CygnetError):
@@ -213,13 +223,22 @@ class Peer:
     """One server, as a client sees it. Thread-safe."""
 
     def __init__(
-        self, address: Address, *, token: str, max_connections: int, same_host: bool, epoch: int, watchdog: Watchdog
+        self,
+        address: Address,
+        *,
+        token: str,
+        max_connections: int,
+        same_host: bool,
+        epoch: int,
+        watchdog: Watchdog,
+        core: "type[Core] | None" = None,
     ) -> None:
         self.address = address
         self.max_connections = max_connections
+        self.epoch = epoch
+        self._core = core
         self._watchdog = watchdog
         self._token = token
-        self._epoch = epoch
         self._lock = threading.Lock()
         self._breaker = Breaker()
         self._closed = False
@@ -231,6 +250,10 @@ class Peer:
         self._may_map = same_host
         self._info: ServerInfo | None = None
         self._arena: MappedArena | None = None
+        self._attaching = threading.Lock()
+        self._attached: Attached | None = None
+        self._attach_at = 0.0
+        """Monotonic seconds; not before."""
 
     @property
     def is_failing(self) -> bool:
@@ -251,6 +274,45 @@ class Peer:
                 pass
         return self._arena is not None
 
+    def attached(self, deadline: float) -> Attached | None:
+        """A way to its objects without asking it, where there is one; attaches the first time."""
+        attached = self._attached
+        if attached is not None or self._core is None or not self._may_map or time.monotonic() < self._attach_at:
+            return attached
+        with self._attaching:
+            if self._attached is None and time.monotonic() >= self._attach_at:
+                self._attach_at = time.monotonic() + ATTACH_AGAIN_S
+                self._attached = self._attach(self._core, deadline)
+            return self._attached
+
+    def detach(self, attached: Attached) -> None:
+        """That way has ended: the server has."""
+        with self._attaching:
+            if self._attached is attached:
+                self._attached = None
+        attached.close()
+
+    def _attach(self, core: "type[Core]", deadline: float) -> Attached | None:
+        try:
+            if not self.is_local(deadline) or self._closed:
+                return None
+            channel = self.connect(deadline, unix=True)
+        except (OSError, ProtocolError, GCacheError):
+            return None
+        table = block = None
+        try:
+            if channel.info.index and channel.arena is not None:
+                table = attach_index(Path(channel.info.index), core, channel.arena.memory)
+            if table is not None:
+                block, _ = unpack_number(channel.call(Op.ATTACH))
+        except (OSError, ProtocolError, GCacheError):
+            block = None
+        if table is None or channel.arena is None or block in (None, NO_BLOCK) or not channel.wire.disarm():
+            channel.wire.close()
+            return None
+        arena = MappedArena(channel.arena.memory, table.generation)
+        return Attached(channel.wire, table, block, arena)
+
     def channel(self, deadline: float, *, unix: bool = False) -> "Lent":
         """A connection to use in a `with` block, with its deadline set.
 
@@ -267,6 +329,8 @@ class Peer:
             self._idle = {False: [], True: []}
         for channel in idle:
             channel.wire.close()
+        if self._attached is not None:
+            self.detach(self._attached)
 
     def check_out(self, deadline: float, *, unix: bool) -> Channel | None:
         """An idle connection, or leave to make one."""
@@ -324,7 +388,7 @@ class Peer:
             sock = self._connect_unix(left) if unix else self._connect_tcp(left)
         except TimeoutError:
             raise DeadlineError("the deadline has passed") from None
-        wire = Wire(sock, ANSWER_MAGIC, self._watchdog)
+        wire = Wire(sock, ANSWER_MAGIC, self._watchdog, self._core)
         try:
             wire.arm(deadline)
             return self._greet(wire, unix=unix)
@@ -349,7 +413,7 @@ class Peer:
         return sock
 
     def _greet(self, wire: Wire, *, unix: bool) -> Channel:
-        channel = Channel(wire, ServerInfo(0, "", "", "", "", ""), None, self._epoch)
+        channel = Channel(wire, ServerInfo(0, "", "", "", "", ""), None, self.epoch)
         hello = msgspec.json.encode(Hello(PROTOCOL_VERSION, self._token))
         try:
             info = msgspec.json.decode(channel.call(Op.HELLO, hello), type=ServerInfo)

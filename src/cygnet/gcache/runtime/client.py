@@ -15,6 +15,7 @@ from cygnet.gcache.placement import Member, Placement, root_place
 from cygnet.gcache.protocol import ANY, EVERYTHING, TOUCH, Op, Want, pack_keys, pack_wants, unpack_flags
 from cygnet.gcache.record import CHUNK_BYTES, is_full_key
 from cygnet.gcache.runtime.channel import Address, GCacheError, Peer
+from cygnet.gcache.runtime.compiled import compiled_core
 from cygnet.gcache.runtime.lanes import (
     FAILURES,
     Frame,
@@ -71,6 +72,8 @@ class ClientOptions:
     max_value_bytes: int = 1 << 30
     """Largest object that `get` makes room for."""
     epoch: int = 0
+    compiled: bool = True
+    """Use the compiled core, where there is one (`compiled`)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Means:
             same_host=options.same_host,
             epoch=options.epoch,
             watchdog=self.watchdog,
+            core=compiled_core(options.compiled),
         )
 
     def close(self, deadline: float) -> None:

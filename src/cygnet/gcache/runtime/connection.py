@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +17,7 @@ from cygnet.gcache.protocol import (
     ANY,
     CHANGES,
     EVERYTHING,
+    NO_BLOCK,
     PLACED,
     REQUEST_MAGIC,
     SUMS_FOLLOW,
@@ -33,6 +35,7 @@ from cygnet.gcache.protocol import (
     pack_answer,
     pack_flags,
     pack_gots,
+    pack_number,
     pack_viewed,
     unpack_keys,
     unpack_number,
@@ -48,6 +51,10 @@ from cygnet.gcache.runtime.greeting import Hello, ServerInfo
 from cygnet.gcache.runtime.uploads import Upload, Uploads, commit
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
+
+if TYPE_CHECKING:
+    from cygnet.gcache.runtime import _core as Core  # noqa: N812
+    from cygnet.gcache.runtime.shared_index import SharedIndex
 
 U64_MASK = (1 << 64) - 1
 DEFAULT_BUDGET_S = 10.0
@@ -74,13 +81,19 @@ class Service:
     drain: Callable[[str, bool], View]
     """Have a server of the cluster drained, or kept. Raises `CygnetError`."""
     stats: Callable[[], dict[str, object]]
+    index: "SharedIndex | None" = None
+    core: "type[Core] | None" = None
+    """Compiled loops, if they are to be used."""
 
 
 class Connection:
     """Reads frames, carries them out, answers. All it has pinned is let go when it ends, however it ends."""
 
     def __init__(self, sock: socket.socket, owner: int, service: Service) -> None:
-        self._wire = Wire(sock, REQUEST_MAGIC, service.watchdog)
+        self._wire = Wire(sock, REQUEST_MAGIC, service.watchdog, service.core)
+        self._block = None if service.index is None else service.index.take_block()
+        """Of the shared index: what is being sent from the arena without having been pinned, or what the client holds."""
+        self._is_attached = False
         self._owner = owner
         self._service = service
         self._cache = service.cache
@@ -100,6 +113,7 @@ class Connection:
             Op.MEMBERS: self._members,
             Op.ADOPT: self._adopt,
             Op.DRAIN: self._drain_server,
+            Op.ATTACH: self._attach,
         }
 
     def run(self) -> None:
@@ -110,12 +124,17 @@ class Connection:
         except (PeerClosedError, DeadlineError, OSError):
             pass
         finally:
+            if self._block is not None and self._service.index is not None:
+                self._service.index.give_back(self._block)
             self._cache.memory.end_leases(self._owner)
             self._wire.close()
 
     def _serve_one(self) -> None:
         wire = self._wire
         wire.arm(FOREVER)  # an idle connection is fine
+        if self._block is not None and self._known and not self._is_attached and self._service.index is not None:
+            timeout_ms = int(self._cache.limits.frame_timeout_s * 1000)
+            wire.serve_gets(self._service.index.table, self._block, timeout_ms)
         if self._answer_quickly(wire.peek()):
             return
         try:
@@ -209,6 +228,10 @@ class Connection:
             raise DeniedError("the token is not this server's")
         self._known = True
         self._answer(head, msgspec.json.encode(self._service.info))
+
+    def _attach(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        self._is_attached = self._block is not None
+        self._answer(head, pack_number(NO_BLOCK if self._block is None else self._block))
 
     def _ping(self, head: FrameHead, meta: bytes, deadline: float) -> None:
         self._answer(head)

@@ -1,0 +1,353 @@
+/* Values into and out of sockets, hashed slice by slice while they are in the cache. Sockets are blocking; whoever
+ * keeps their deadlines shuts them down, which ends a call here with "closed". */
+#include "core.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <time.h>
+
+#define SLICE_BYTES ((size_t)128 << 10)
+#define MAX_PARTS 512
+
+int64_t now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+/* Until the socket is ready for `events`; 1, or 0 when the deadline has passed, or -1. */
+static int wait_for(int fd, short events, int64_t deadline_ms) {
+    for (;;) {
+        int64_t left = deadline_ms - now_ms();
+        if (left <= 0) return 0;
+        struct pollfd one = {fd, events, 0};
+        int ready = poll(&one, 1, left > 1000000 ? 1000000 : (int)left);
+        if (ready > 0) return 1;
+        if (ready < 0 && errno != EINTR) return -1;
+    }
+}
+
+int receive_all(int fd, uint8_t *into, size_t count, int64_t deadline_ms) {
+    while (count) {
+        ssize_t got = recv(fd, into, count, deadline_ms < 0 ? 0 : MSG_DONTWAIT);
+        if (got > 0) {
+            into += got;
+            count -= (size_t)got;
+        } else if (got == 0) {
+            return 0;
+        } else if (deadline_ms >= 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            int ready = wait_for(fd, POLLIN, deadline_ms);
+            if (ready <= 0) return ready;
+        } else if (errno != EINTR) {
+            return -1;
+        }
+    }
+    return 1;
+}
+
+int send_parts(int fd, struct iovec *parts, size_t count, int64_t deadline_ms) {
+    while (count && !parts->iov_len) parts++, count--;
+    while (count) {
+        struct msghdr message = {0};
+        message.msg_iov = parts;
+        message.msg_iovlen = count < MAX_PARTS ? count : MAX_PARTS;
+        ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL | (deadline_ms < 0 ? 0 : MSG_DONTWAIT));
+        if (sent < 0) {
+            if (errno == EINTR) continue;
+            if (deadline_ms < 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) return -1;
+            int ready = wait_for(fd, POLLOUT, deadline_ms);
+            if (ready <= 0) return ready;
+            continue;
+        }
+        size_t left = (size_t)sent;
+        while (count && left >= parts->iov_len) {
+            left -= parts->iov_len;
+            parts++, count--;
+        }
+        if (count) {
+            parts->iov_base = (uint8_t *)parts->iov_base + left;
+            parts->iov_len -= left;
+        }
+    }
+    return 1;
+}
+
+/* Receive a value whose first `have` bytes are there, and hash what has come, as it comes. */
+static int receive_hashed(int fd, uint8_t *into, size_t have, size_t count, uint64_t seed, void *state,
+                          uint64_t *digest) {
+    if (count <= SLICE_BYTES) {
+        int done = receive_all(fd, into + have, count - have, -1);
+        if (done == 1) *digest = hashing.whole(into, count, seed);
+        return done;
+    }
+    hashing.reset(state, seed);
+    hashing.update(state, into, have);
+    into += have;
+    count -= have;
+    while (count) {
+        ssize_t got = recv(fd, into, count < 2 * SLICE_BYTES ? count : 2 * SLICE_BYTES, 0);
+        if (got == 0) return 0;
+        if (got < 0) {
+            if (errno == EINTR) continue;
+            return -1;
+        }
+        hashing.update(state, into, (size_t)got);
+        into += got;
+        count -= (size_t)got;
+    }
+    *digest = hashing.digest(state);
+    return 1;
+}
+
+/* Send a value, hashing each slice when it has been sent: the peer takes it in meanwhile. `more`: not the last. */
+static int send_hashed(int fd, const uint8_t *from, size_t count, uint64_t seed, void *state, uint64_t *digest) {
+    hashing.reset(state, seed);
+    while (count) {
+        size_t slice = count < SLICE_BYTES ? count : SLICE_BYTES;
+        struct iovec one = {(void *)from, slice};
+        int done = send_parts(fd, &one, 1, -1);
+        if (done != 1) return done;
+        hashing.update(state, from, slice);
+        from += slice;
+        count -= slice;
+    }
+    *digest = hashing.digest(state);
+    return 1;
+}
+
+static PyObject *answer(int done) {
+    if (done < 0) return PyErr_SetFromErrno(PyExc_OSError);
+    return PyBool_FromLong(done);
+}
+
+/* --- pieces: read_pieces(fd, views, seeds, have) -> digests | None. A seed of None: not hashed. `have` bytes of the first
+ * are there already. None: closed. */
+
+typedef struct {
+    Py_buffer buffer;
+    size_t have;
+    uint64_t seed, digest;
+    int hashed;
+} Piece;
+
+static void drop_pieces(Piece *pieces, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) PyBuffer_Release(&pieces[i].buffer);
+    PyMem_Free(pieces);
+}
+
+static Piece *take_pieces(PyObject *views, PyObject *seeds, int flags, Py_ssize_t *count) {
+    if (!PyList_Check(views) || !PyList_Check(seeds) || PyList_GET_SIZE(views) != PyList_GET_SIZE(seeds)) {
+        PyErr_SetString(PyExc_TypeError, "views and seeds are lists of one length");
+        return NULL;
+    }
+    Py_ssize_t total = PyList_GET_SIZE(views);
+    Piece *pieces = PyMem_Calloc((size_t)total + 1, sizeof(Piece));
+    if (pieces == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (*count = 0; *count < total; ++*count) {
+        Piece *piece = &pieces[*count];
+        PyObject *seed = PyList_GET_ITEM(seeds, *count);
+        piece->hashed = seed != Py_None;
+        piece->seed = piece->hashed ? PyLong_AsUnsignedLongLongMask(seed) : 0;
+        if (PyErr_Occurred() || PyObject_GetBuffer(PyList_GET_ITEM(views, *count), &piece->buffer, flags) < 0) {
+            drop_pieces(pieces, *count);
+            return NULL;
+        }
+    }
+    return pieces;
+}
+
+static PyObject *digests_of(const Piece *pieces, Py_ssize_t count) {
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+        PyObject *digest = PyLong_FromUnsignedLongLong(pieces[i].digest);
+        if (digest == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, digest);
+    }
+    return list;
+}
+
+/* Small ones that are neighbours in a frame arrive with one call. */
+static int receive_small(int fd, Piece *pieces, Py_ssize_t count) {
+    struct iovec parts[MAX_PARTS];
+    for (Py_ssize_t i = 0; i < count; i++) {
+        parts[i].iov_base = (uint8_t *)pieces[i].buffer.buf + pieces[i].have;
+        parts[i].iov_len = (size_t)pieces[i].buffer.len - pieces[i].have;
+    }
+    struct iovec *next = parts, *end = parts + count;
+    while (next < end) {
+        struct msghdr message = {0};
+        message.msg_iov = next;
+        message.msg_iovlen = (size_t)(end - next);
+        ssize_t got = recvmsg(fd, &message, 0);
+        if (got == 0) return 0;
+        if (got < 0) {
+            if (errno == EINTR) continue;
+            return -1;
+        }
+        size_t left = (size_t)got;
+        while (next < end && left >= next->iov_len) left -= (next++)->iov_len;
+        if (next < end) {
+            next->iov_base = (uint8_t *)next->iov_base + left;
+            next->iov_len -= left;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (pieces[i].hashed)
+            pieces[i].digest = hashing.whole(pieces[i].buffer.buf, (size_t)pieces[i].buffer.len, pieces[i].seed);
+    return 1;
+}
+
+static int receive_pieces(int fd, Piece *pieces, Py_ssize_t count, void *state) {
+    int done = 1;
+    for (Py_ssize_t at = 0; at < count && done == 1;) {
+        Py_ssize_t last = at;
+        size_t size = 0;
+        while (last < count && last - at < MAX_PARTS && size + (size_t)pieces[last].buffer.len <= 2 * SLICE_BYTES)
+            size += (size_t)pieces[last++].buffer.len;
+        if (last - at > 1) {
+            done = receive_small(fd, pieces + at, last - at);
+            at = last;
+            continue;
+        }
+        Piece *one = &pieces[at++];
+        uint8_t *into = one->buffer.buf;
+        size_t whole = (size_t)one->buffer.len;
+        done = one->hashed ? receive_hashed(fd, into, one->have, whole, one->seed, state, &one->digest)
+                           : receive_all(fd, into + one->have, whole - one->have, -1);
+    }
+    return done;
+}
+
+static PyObject *read_pieces(PyObject *module, PyObject *args) {
+    int fd;
+    PyObject *views, *seeds;
+    Py_ssize_t have, count;
+    if (!PyArg_ParseTuple(args, "iOOn", &fd, &views, &seeds, &have)) return NULL;
+    Piece *pieces = take_pieces(views, seeds, PyBUF_WRITABLE, &count);
+    if (pieces == NULL) return NULL;
+    if (count == 0 || have < 0 || have > pieces[0].buffer.len) {
+        drop_pieces(pieces, count);
+        PyErr_SetString(PyExc_ValueError, "more is there than the first view has");
+        return NULL;
+    }
+    pieces[0].have = (size_t)have;
+    void *state = hashing.create();
+    int done = -1;
+    errno = ENOMEM;
+    Py_BEGIN_ALLOW_THREADS
+    if (state != NULL) done = receive_pieces(fd, pieces, count, state);
+    Py_END_ALLOW_THREADS
+    if (state != NULL) {
+        int kept = errno;
+        hashing.destroy(state);
+        errno = kept;
+    }
+    PyObject *result = done < 0 ? PyErr_SetFromErrno(PyExc_OSError) : NULL;
+    if (done == 1) result = digests_of(pieces, count);
+    if (done == 0) result = Py_NewRef(Py_None);
+    drop_pieces(pieces, count);
+    return result;
+}
+
+/* send_hashed(fd, head, views, seeds) -> bool: head, values, and then their checksums. False: closed. */
+static PyObject *send_values(PyObject *module, PyObject *args) {
+    int fd;
+    Py_buffer head;
+    PyObject *views, *seeds;
+    if (!PyArg_ParseTuple(args, "iy*OO", &fd, &head, &views, &seeds)) return NULL;
+    Py_ssize_t count;
+    Piece *pieces = take_pieces(views, seeds, PyBUF_SIMPLE, &count);
+    uint64_t *sums = pieces == NULL ? NULL : PyMem_Malloc(8 * ((size_t)count + 1));
+    void *state = sums == NULL ? NULL : hashing.create();
+    if (state == NULL) {
+        if (pieces != NULL) drop_pieces(pieces, count);
+        PyMem_Free(sums);
+        PyBuffer_Release(&head);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    int done, kept;
+    Py_BEGIN_ALLOW_THREADS
+    struct iovec first = {head.buf, (size_t)head.len};
+    done = send_parts(fd, &first, 1, -1);
+    for (Py_ssize_t i = 0; i < count && done == 1; i++)
+        done = send_hashed(fd, pieces[i].buffer.buf, (size_t)pieces[i].buffer.len, pieces[i].seed, state, &sums[i]);
+    struct iovec last = {sums, 8 * (size_t)count};
+    if (done == 1) done = send_parts(fd, &last, 1, -1);
+    kept = errno;
+    Py_END_ALLOW_THREADS
+    hashing.destroy(state);
+    drop_pieces(pieces, count);
+    PyMem_Free(sums);
+    PyBuffer_Release(&head);
+    errno = kept;
+    return answer(done);
+}
+
+/* --- get_one(fd, request, request_id, value, seed, verify) -> (item, read)
+ * item: of the object, TORN when its bytes are not its own; None when the answer is not that of a get of one, and
+ * `read` has then what came so far of it; False: closed. */
+
+static int is_got_one(const uint8_t *head, uint64_t request_id, uint64_t bytes) {
+    return memcmp(head, "GCS1", 4) == 0 && head[4] == OP_GET && head[5] == 0 && load16(head + 6) == 1 &&
+           load64(head + 8) == request_id && load32(head + 28) == GOT_BYTES + 8 && load64(head + 32) == bytes;
+}
+
+static PyObject *get_one(PyObject *module, PyObject *args) {
+    int fd, verify;
+    unsigned long long request_id, seed;
+    Py_buffer request, value;
+    if (!PyArg_ParseTuple(args, "iy*Kw*Kp", &fd, &request, &request_id, &value, &seed, &verify)) return NULL;
+    uint8_t head[HEAD_BYTES + GOT_BYTES + 8];
+    size_t have = 0;
+    int done, kept = 0, ours = 0;
+    uint64_t digest = 0;
+    void *state = hashing.create();
+    if (state == NULL) {
+        PyBuffer_Release(&request);
+        PyBuffer_Release(&value);
+        return PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS
+    struct iovec first = {request.buf, (size_t)request.len};
+    done = send_parts(fd, &first, 1, -1);
+    while (done == 1 && have < HEAD_BYTES) {
+        ssize_t got = recv(fd, head + have, sizeof head - have, 0);
+        if (got > 0) have += (size_t)got;
+        else if (got == 0) done = 0;
+        else if (errno != EINTR) done = -1;
+    }
+    if (done == 1 && is_got_one(head, request_id, (uint64_t)value.len)) {
+        done = receive_all(fd, head + have, sizeof head - have, -1);
+        have = sizeof head;
+        const uint8_t *got = head + HEAD_BYTES;
+        ours = got[0] == 0 && load32(got + 4) == 0 && load64(got + 8) == (uint64_t)value.len && load32(got + 24) == 1;
+        if (done == 1 && ours)
+            done = verify ? receive_hashed(fd, value.buf, 0, (size_t)value.len, seed, state, &digest)
+                          : receive_all(fd, value.buf, (size_t)value.len, -1);
+    }
+    kept = errno;
+    Py_END_ALLOW_THREADS
+    hashing.destroy(state);
+    int torn = verify && digest != load64(head + HEAD_BYTES + GOT_BYTES);
+    PyBuffer_Release(&request);
+    PyBuffer_Release(&value);
+    errno = kept;
+    if (done < 0) return PyErr_SetFromErrno(PyExc_OSError);
+    if (done == 0) return Py_BuildValue("(Oy)", Py_False, "");
+    if (!ours) return Py_BuildValue("(Oy#)", Py_None, head, (Py_ssize_t)have);
+    return Py_BuildValue("(iy)", torn ? 2 : 0, "");
+}
+
+PyMethodDef io_methods[] = {
+    {"read_pieces", read_pieces, METH_VARARGS, "Fill buffers from a socket, and hash them."},
+    {"send_values", send_values, METH_VARARGS, "Send a head, values, and their checksums."},
+    {"get_one", get_one, METH_VARARGS, "Ask for one object of one chunk, and take it in."},
+    {NULL, NULL, 0, NULL},
+};
