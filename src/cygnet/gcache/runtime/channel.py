@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from cygnet.base.errors import CygnetError
 from cygnet.gcache.breaker import Breaker
@@ -36,6 +37,7 @@ from cygnet.gcache.quick import (
     GOT_BYTES,
     VIEWED_BYTES,
     pack_get_of_one,
+    pack_put_of_one,
     pack_view_of_one,
     unpack_got_one,
     unpack_viewed_one,
@@ -58,6 +60,8 @@ LEAST_BUDGET_S = 0.01
 IDLE_CHECK_S = 0.01
 """A connection unused for longer is looked at before it is used: the server may have been restarted."""
 MAX_UNIX_CONNECTIONS = 4
+LATE_BYTES = 128 << 10
+"""Values longer than this are hashed when they have been sent, while the server takes them in."""
 ATTACH_AGAIN_S = 1.0
 """Where attaching has failed, it is tried again so much later."""
 
@@ -137,6 +141,24 @@ class Channel:
         self.wire.send([request, *body])
         return request_id
 
+    def send_hashed(
+        self, core: "type[Core]", op: Op, meta: bytes, *, count: int, flags: int, values: list[tuple[memoryview, int]]
+    ) -> int:
+        """Send a request whose body is chunks, and behind them their checksums with these seeds; returns its id."""
+        request_id = next(self._ids)
+        head = pack_request(
+            op,
+            request_id,
+            meta,
+            count=count,
+            flags=flags,
+            epoch=self.epoch,
+            budget_ms=self._budget_ms(),
+            body_bytes=sum(len(view) + 8 for view, _ in values),
+        )
+        self.wire.send_hashed(head, values, core)
+        return request_id
+
     def receive(self, request_id: int, op: Op, expected_meta: int = 0) -> tuple[FrameHead, bytes]:
         """Head and meta of the answer to that request; the body, if any, comes next."""
         head = self.wire.read_head(HEAD_BYTES + expected_meta)
@@ -181,8 +203,15 @@ class Channel:
         """Fill `value`, of one chunk, with all of an object of its size; its outcome, an `Item`."""
         request_id = next(self._ids)
         wire = self.wire
-        wire.send_bytes(pack_get_of_one(request_id, self.epoch, self._budget_ms(), key, len(value)))
-        checksum = unpack_got_one(wire.peek(GOT_BYTES), request_id, len(value))
+        request = pack_get_of_one(request_id, self.epoch, self._budget_ms(), key, len(value))
+        if wire.core is not None:
+            item = wire.get_one(wire.core, request, request_id, value, chunk_seed(key), verify=verify)
+            if item is not None:
+                return item
+            checksum = None
+        else:
+            wire.send_bytes(request)
+            checksum = unpack_got_one(wire.peek(GOT_BYTES), request_id, len(value))
         if checksum is None:
             head, meta = self.receive(request_id, Op.GET, GOT_BYTES)
             if head.body_bytes:
@@ -192,6 +221,22 @@ class Channel:
         piece = Piece(value, chunk_seed(key) if verify else 0, checked=verify)
         wire.read_pieces([piece])
         return Item.TORN if verify and piece.digest != checksum else Item.OK
+
+    def put_one(self, key: bytes, value: memoryview, ttl_ms: int, root: int) -> int:
+        """Store an object of one chunk; its outcome, an `Item`."""
+        request_id, wire, size = next(self._ids), self.wire, len(value)
+        seed = chunk_seed(key)
+        late = wire.core is not None and size > LATE_BYTES
+        checksum = b"" if late else xxh3_64_intdigest(value, seed=seed).to_bytes(8, "little")
+        head = pack_put_of_one(request_id, self.epoch, self._budget_ms(), key, size, ttl_ms, root, checksum)
+        if late and wire.core is not None:
+            wire.send_hashed(head, [(value, seed)], wire.core)
+        else:
+            wire.send([head, value])
+        _, items = self.receive(request_id, Op.PUT, 1)
+        if len(items) != 1:
+            raise ProtocolError("an answer to PUT of another length")
+        return items[0]
 
     def scratch(self, num_bytes: int) -> memoryview:
         """Memory for that many bytes, the same at each call."""

@@ -29,7 +29,7 @@ from cygnet.gcache.runtime.lanes import (
     view_all,
     view_one,
 )
-from cygnet.gcache.runtime.single import get_one, get_whole
+from cygnet.gcache.runtime.single import get_one, get_whole, put_one
 from cygnet.gcache.runtime.views import View
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError
@@ -305,7 +305,13 @@ class GCacheClient:
         route: Route = ANYWHERE,
     ) -> Outcome:
         """Store an object, instead of what is there."""
-        return self.batch_put([key], [buffer], ttl_ms=ttl_ms, timeout_s=timeout_s, route=route)[0]
+        view = _views(_checked([key]), [buffer], writable=False)[0]
+        if not 0 < len(view) <= CHUNK_BYTES:
+            return self.batch_put([key], [view], ttl_ms=ttl_ms, timeout_s=timeout_s, route=route)[0]
+        deadline = self._deadline(timeout_s)
+        peer = self._peers[self.placement.owner(key, route.root, route.range_)]
+        root = root_place(route.root, route.range_) if route.root else 0
+        return put_one(peer, key, view, ttl_ms, root, deadline)
 
     def view(self, key: bytes, *, timeout_s: float | None = None, route: Route = ANYWHERE) -> View | Outcome:
         """The object in place, if its server is on this machine."""

@@ -43,7 +43,7 @@ from cygnet.gcache.protocol import (
     unpack_view,
     unpack_wants,
 )
-from cygnet.gcache.quick import pack_got_one, pack_viewed_one, unpack_one
+from cygnet.gcache.quick import pack_got_one, pack_viewed_one, unpack_one, unpack_put_of_one
 from cygnet.gcache.record import CHUNK_BYTES, checksums, chunk_seed, num_chunks, pack_sums
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.cluster import Cluster
@@ -135,7 +135,8 @@ class Connection:
         if self._block is not None and self._known and not self._is_attached and self._service.index is not None:
             timeout_ms = int(self._cache.limits.frame_timeout_s * 1000)
             wire.serve_gets(self._service.index.table, self._block, timeout_ms)
-        if self._answer_quickly(wire.peek()):
+        frame = wire.peek()
+        if self._answer_quickly(frame) or self._put_quickly(frame):
             return
         try:
             head = wire.read_head()
@@ -384,6 +385,39 @@ class Connection:
                 if not one.ended:
                     self._cut_short(one, deadline)
         self._answer(head, bytes(items))
+
+    def _put_quickly(self, frame: memoryview) -> bool:
+        """Store one object of one chunk; `False` leaves that to the general way, and nothing has been done."""
+        asked = unpack_put_of_one(frame) if self._known and frame[4] == Op.PUT else None
+        if asked is None or self._service.cluster.name:
+            return False
+        cache, wire = self._cache, self._wire
+        now = time.monotonic()
+        deadline = now + (asked.budget_ms / 1000 if asked.budget_ms else DEFAULT_BUDGET_S)
+        wire.arm(now + cache.limits.frame_timeout_s)
+        entry = cache.reserve(asked.key, asked.value_bytes, asked.ttl_ms, deadline, asked.root)
+        if isinstance(entry, Item):
+            return False
+        item, done = Item.TORN, False
+        try:
+            wire.skip(asked.frame_bytes)
+            pieces = [Piece(cache.arena.value(entry), chunk_seed(asked.key))]
+            tail = bytearray(asked.checksum)
+            if not tail:
+                tail = bytearray(8)
+                pieces.append(Piece(memoryview(tail), checked=False))
+            wire.read_pieces(pieces)
+            digest = pieces[0].digest
+            if digest == int.from_bytes(tail, "little"):
+                done = True
+                item = cache.commit(entry, [digest], deadline)
+        finally:
+            if not done:
+                cache.abandon(entry)
+        cache.counts.put(item)
+        wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
+        wire.send_bytes(pack_answer(Op.PUT, asked.request_id, bytes((item,)), count=1))
+        return True
 
     def _put_small(self, puts: Sequence[Put], body_bytes: int, deadline: float) -> list[Item]:
         """Whole objects, none of more than one chunk: taken in together, then put where they belong."""

@@ -34,7 +34,7 @@ from cygnet.gcache.protocol import (
 )
 from cygnet.gcache.record import CHUNK_BYTES, U64, checksums, chunk_seed, num_chunks, pack_sums
 from cygnet.gcache.runtime.attached import EndedError
-from cygnet.gcache.runtime.channel import Channel, GCacheError, Peer
+from cygnet.gcache.runtime.channel import LATE_BYTES, Channel, GCacheError, Peer
 from cygnet.gcache.runtime.views import MappedArena, View
 from cygnet.gcache.runtime.wire import DeadlineError, Piece
 from cygnet.kv.store import Outcome
@@ -44,8 +44,6 @@ MAX_KEYS = 256
 GOT_BYTES, SUM_BYTES = 28, 8
 SMALL_BYTES = 1 << 20
 """Answers with several objects and no more than this are taken in with one piece of memory."""
-LATE_BYTES = 128 << 10
-"""Values longer than this are hashed when they have been sent, while the server takes them in."""
 COPY_BYTES = 8 << 20
 """Objects viewed with one request, when they are to be copied."""
 FAILURES = (OSError, ProtocolError, GCacheError)
@@ -236,6 +234,11 @@ class PutFrame:
         ]
         meta = (pack_number(self.root) if self.root else b"") + pack_puts(puts)
         flags = (ROUTED if self.root else 0) | (SUMS_FOLLOW if late else 0)
+        core = channel.wire.core
+        if late and core is not None:
+            values = [(piece.view, piece.seed) for part in self.parts for piece in part.pieces(checked=True)]
+            self.request_id = channel.send_hashed(core, Op.PUT, meta, count=len(puts), flags=flags, values=values)
+            return
         more = 8 * sum(put.num_chunks for put in puts) if late else 0
         self.request_id = channel.send(Op.PUT, meta, count=len(puts), flags=flags, body=body, more_body_bytes=more)
         if not late:

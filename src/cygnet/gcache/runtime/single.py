@@ -1,4 +1,4 @@
-"""Getting one object: of a known size that fits one frame, or of whatever size it is."""
+"""One object: got, of a known size that fits one frame, or of whatever size it is; or put, of one chunk."""
 
 from struct import Struct
 
@@ -22,6 +22,15 @@ def get_one(peer: Peer, key: bytes, view: memoryview, deadline: float, *, verify
     try:
         with peer.channel(deadline) as channel:
             return outcome_of(channel.get_one(key, view, verify=verify))
+    except FAILURES as error:
+        return Outcome.TIMED_OUT if isinstance(error, DeadlineError) else Outcome.FAILED
+
+
+def put_one(peer: Peer, key: bytes, value: memoryview, ttl_ms: int, root: int, deadline: float) -> Outcome:
+    """Store an object of one chunk. Failures are outcomes too."""
+    try:
+        with peer.channel(deadline) as channel:
+            return outcome_of(channel.put_one(key, value, ttl_ms, root))
     except FAILURES as error:
         return Outcome.TIMED_OUT if isinstance(error, DeadlineError) else Outcome.FAILED
 

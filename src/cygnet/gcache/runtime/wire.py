@@ -163,6 +163,34 @@ class Wire:
             raise self._ended()
         self._begin, self._end = span
 
+    def get_one(
+        self, core: "type[Core]", request: bytes, request_id: int, value: memoryview, seed: int, *, verify: bool
+    ) -> int | None:
+        """Ask for all of an object of one chunk, and take it in; its outcome, an `Item`.
+
+        `None`: the answer is another, and comes next. Nothing is in the buffer before.
+        """
+        try:
+            item, read = core.get_one(self.sock.fileno(), request, request_id, value, seed, verify)
+        except OSError as error:
+            raise self._ended() if self.expired else error from None
+        if item is None:
+            self.unread(read)
+            return None
+        if item is False:
+            raise self._ended()
+        return item
+
+    def send_hashed(self, head: bytes, values: Sequence[tuple[memoryview, int]], core: "type[Core]") -> None:
+        """Send a head, chunks, and then the checksum of each chunk, made while it is on its way."""
+        views, seeds = [view for view, _ in values], [seed for _, seed in values]
+        try:
+            sent = core.send_values(self.sock.fileno(), head, views, seeds)
+        except OSError as error:
+            raise self._ended() if self.expired else error from None
+        if not sent:
+            raise self._ended()
+
     def unread(self, data: bytes) -> None:
         """Put back what has been read; there is nothing else in the buffer."""
         self._buffer[: len(data)] = data

@@ -7,8 +7,9 @@
 #include <sys/socket.h>
 #include <time.h>
 
-#define SLICE_BYTES ((size_t)128 << 10)
 #define MAX_PARTS 512
+#define MAX_RECEIVE ((size_t)512 << 10) /* with one call: what has come is hashed while it is in the cache */
+#define LAST_BYTES ((size_t)64 << 10)   /* of a value: sent with its checksum, which is made when all before is on its way */
 
 int64_t now_ms(void) {
     struct timespec t;
@@ -73,44 +74,20 @@ int send_parts(int fd, struct iovec *parts, size_t count, int64_t deadline_ms) {
     return 1;
 }
 
-/* Receive a value whose first `have` bytes are there, and hash what has come, as it comes. */
-static int receive_hashed(int fd, uint8_t *into, size_t have, size_t count, uint64_t seed, void *state,
-                          uint64_t *digest) {
-    if (count <= SLICE_BYTES) {
-        int done = receive_all(fd, into + have, count - have, -1);
-        if (done == 1) *digest = hashing.whole(into, count, seed);
-        return done;
-    }
+/* Receive one value, and hash what has come as it comes. */
+static int receive_hashed(int fd, uint8_t *into, size_t count, uint64_t seed, void *state, uint64_t *digest) {
+    size_t done = 0;
     hashing.reset(state, seed);
-    hashing.update(state, into, have);
-    into += have;
-    count -= have;
-    while (count) {
-        ssize_t got = recv(fd, into, count < 2 * SLICE_BYTES ? count : 2 * SLICE_BYTES, 0);
+    while (done < count) {
+        size_t left = count - done;
+        ssize_t got = recv(fd, into + done, left < MAX_RECEIVE ? left : MAX_RECEIVE, 0);
         if (got == 0) return 0;
         if (got < 0) {
             if (errno == EINTR) continue;
             return -1;
         }
-        hashing.update(state, into, (size_t)got);
-        into += got;
-        count -= (size_t)got;
-    }
-    *digest = hashing.digest(state);
-    return 1;
-}
-
-/* Send a value, hashing each slice when it has been sent: the peer takes it in meanwhile. `more`: not the last. */
-static int send_hashed(int fd, const uint8_t *from, size_t count, uint64_t seed, void *state, uint64_t *digest) {
-    hashing.reset(state, seed);
-    while (count) {
-        size_t slice = count < SLICE_BYTES ? count : SLICE_BYTES;
-        struct iovec one = {(void *)from, slice};
-        int done = send_parts(fd, &one, 1, -1);
-        if (done != 1) return done;
-        hashing.update(state, from, slice);
-        from += slice;
-        count -= slice;
+        hashing.update(state, into + done, (size_t)got);
+        done += (size_t)got;
     }
     *digest = hashing.digest(state);
     return 1;
@@ -173,56 +150,53 @@ static PyObject *digests_of(const Piece *pieces, Py_ssize_t count) {
     return list;
 }
 
-/* Small ones that are neighbours in a frame arrive with one call. */
-static int receive_small(int fd, Piece *pieces, Py_ssize_t count) {
-    struct iovec parts[MAX_PARTS];
-    for (Py_ssize_t i = 0; i < count; i++) {
-        parts[i].iov_base = (uint8_t *)pieces[i].buffer.buf + pieces[i].have;
-        parts[i].iov_len = (size_t)pieces[i].buffer.len - pieces[i].have;
+/* `count` more bytes of a piece have come. */
+static void take(Piece *piece, size_t count, void *state) {
+    uint8_t *from = (uint8_t *)piece->buffer.buf + piece->have;
+    size_t size = (size_t)piece->buffer.len;
+    if (piece->hashed && count == size) {
+        piece->digest = hashing.whole(from, size, piece->seed);
+    } else if (piece->hashed) {
+        if (piece->have == 0) hashing.reset(state, piece->seed);
+        hashing.update(state, from, count);
+        if (piece->have + count == size) piece->digest = hashing.digest(state);
     }
-    struct iovec *next = parts, *end = parts + count;
-    while (next < end) {
+    piece->have += count;
+}
+
+/* One piece at most is there in part, so one state will do. */
+static int receive_pieces(int fd, Piece *pieces, Py_ssize_t count, void *state) {
+    struct iovec parts[MAX_PARTS];
+    if (pieces[0].hashed && pieces[0].have) {
+        hashing.reset(state, pieces[0].seed);
+        hashing.update(state, pieces[0].buffer.buf, pieces[0].have);
+    }
+    for (Py_ssize_t at = 0; at < count;) {
+        size_t num_parts = 0, room = MAX_RECEIVE;
+        for (Py_ssize_t i = at; i < count && num_parts < MAX_PARTS && room; i++) {
+            size_t left = (size_t)pieces[i].buffer.len - pieces[i].have;
+            if (left > room) left = room;
+            parts[num_parts++] = (struct iovec){(uint8_t *)pieces[i].buffer.buf + pieces[i].have, left};
+            room -= left;
+        }
         struct msghdr message = {0};
-        message.msg_iov = next;
-        message.msg_iovlen = (size_t)(end - next);
+        message.msg_iov = parts;
+        message.msg_iovlen = num_parts;
         ssize_t got = recvmsg(fd, &message, 0);
         if (got == 0) return 0;
         if (got < 0) {
             if (errno == EINTR) continue;
             return -1;
         }
-        size_t left = (size_t)got;
-        while (next < end && left >= next->iov_len) left -= (next++)->iov_len;
-        if (next < end) {
-            next->iov_base = (uint8_t *)next->iov_base + left;
-            next->iov_len -= left;
+        for (size_t fresh = (size_t)got; fresh;) {
+            size_t left = (size_t)pieces[at].buffer.len - pieces[at].have;
+            if (left > fresh) left = fresh;
+            take(&pieces[at], left, state);
+            fresh -= left;
+            if (pieces[at].have == (size_t)pieces[at].buffer.len) at++;
         }
     }
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (pieces[i].hashed)
-            pieces[i].digest = hashing.whole(pieces[i].buffer.buf, (size_t)pieces[i].buffer.len, pieces[i].seed);
     return 1;
-}
-
-static int receive_pieces(int fd, Piece *pieces, Py_ssize_t count, void *state) {
-    int done = 1;
-    for (Py_ssize_t at = 0; at < count && done == 1;) {
-        Py_ssize_t last = at;
-        size_t size = 0;
-        while (last < count && last - at < MAX_PARTS && size + (size_t)pieces[last].buffer.len <= 2 * SLICE_BYTES)
-            size += (size_t)pieces[last++].buffer.len;
-        if (last - at > 1) {
-            done = receive_small(fd, pieces + at, last - at);
-            at = last;
-            continue;
-        }
-        Piece *one = &pieces[at++];
-        uint8_t *into = one->buffer.buf;
-        size_t whole = (size_t)one->buffer.len;
-        done = one->hashed ? receive_hashed(fd, into, one->have, whole, one->seed, state, &one->digest)
-                           : receive_all(fd, into + one->have, whole - one->have, -1);
-    }
-    return done;
 }
 
 static PyObject *read_pieces(PyObject *module, PyObject *args) {
@@ -232,9 +206,11 @@ static PyObject *read_pieces(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iOOn", &fd, &views, &seeds, &have)) return NULL;
     Piece *pieces = take_pieces(views, seeds, PyBUF_WRITABLE, &count);
     if (pieces == NULL) return NULL;
-    if (count == 0 || have < 0 || have > pieces[0].buffer.len) {
+    int wrong = count == 0 || have < 0 || have >= pieces[0].buffer.len;
+    for (Py_ssize_t i = 0; i < count; i++) wrong = wrong || pieces[i].buffer.len == 0;
+    if (wrong) {
         drop_pieces(pieces, count);
-        PyErr_SetString(PyExc_ValueError, "more is there than the first view has");
+        PyErr_SetString(PyExc_ValueError, "an empty view, or more is there than the first view has");
         return NULL;
     }
     pieces[0].have = (size_t)have;
@@ -256,7 +232,25 @@ static PyObject *read_pieces(PyObject *module, PyObject *args) {
     return result;
 }
 
-/* send_hashed(fd, head, views, seeds) -> bool: head, values, and then their checksums. False: closed. */
+/* A head and chunks, each hashed when it is on its way; the end of the last one goes with all checksums. */
+static int send_pieces(int fd, const Py_buffer *head, Piece *pieces, Py_ssize_t count, uint64_t *sums) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint8_t *from = pieces[i].buffer.buf;
+        size_t size = (size_t)pieces[i].buffer.len;
+        size_t last = i + 1 < count ? 0 : size < LAST_BYTES ? size : LAST_BYTES;
+        struct iovec parts[2] = {{head->buf, i ? 0 : (size_t)head->len}, {from, size - last}};
+        int done = send_parts(fd, parts, 2, -1);
+        if (done != 1) return done;
+        sums[i] = hashing.whole(from, size, pieces[i].seed);
+        if (i + 1 == count) {
+            struct iovec rest[2] = {{from + size - last, last}, {sums, 8 * (size_t)count}};
+            return send_parts(fd, rest, 2, -1);
+        }
+    }
+    return 1;
+}
+
+/* send_values(fd, head, views, seeds) -> bool: head, values, and then their checksums. False: closed. */
 static PyObject *send_values(PyObject *module, PyObject *args) {
     int fd;
     Py_buffer head;
@@ -265,24 +259,16 @@ static PyObject *send_values(PyObject *module, PyObject *args) {
     Py_ssize_t count;
     Piece *pieces = take_pieces(views, seeds, PyBUF_SIMPLE, &count);
     uint64_t *sums = pieces == NULL ? NULL : PyMem_Malloc(8 * ((size_t)count + 1));
-    void *state = sums == NULL ? NULL : hashing.create();
-    if (state == NULL) {
+    if (sums == NULL) {
         if (pieces != NULL) drop_pieces(pieces, count);
-        PyMem_Free(sums);
         PyBuffer_Release(&head);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     int done, kept;
     Py_BEGIN_ALLOW_THREADS
-    struct iovec first = {head.buf, (size_t)head.len};
-    done = send_parts(fd, &first, 1, -1);
-    for (Py_ssize_t i = 0; i < count && done == 1; i++)
-        done = send_hashed(fd, pieces[i].buffer.buf, (size_t)pieces[i].buffer.len, pieces[i].seed, state, &sums[i]);
-    struct iovec last = {sums, 8 * (size_t)count};
-    if (done == 1) done = send_parts(fd, &last, 1, -1);
+    done = send_pieces(fd, &head, pieces, count, sums);
     kept = errno;
     Py_END_ALLOW_THREADS
-    hashing.destroy(state);
     drop_pieces(pieces, count);
     PyMem_Free(sums);
     PyBuffer_Release(&head);
@@ -329,7 +315,7 @@ static PyObject *get_one(PyObject *module, PyObject *args) {
         const uint8_t *got = head + HEAD_BYTES;
         ours = got[0] == 0 && load32(got + 4) == 0 && load64(got + 8) == (uint64_t)value.len && load32(got + 24) == 1;
         if (done == 1 && ours)
-            done = verify ? receive_hashed(fd, value.buf, 0, (size_t)value.len, seed, state, &digest)
+            done = verify ? receive_hashed(fd, value.buf, (size_t)value.len, seed, state, &digest)
                           : receive_all(fd, value.buf, (size_t)value.len, -1);
     }
     kept = errno;
