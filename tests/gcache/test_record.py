@@ -34,7 +34,7 @@ VALUE = bytes(range(256)) * 4
 
 
 def record_of(key: bytes, value: bytes, version: int = 7, expiry_ns: int = 0) -> bytearray:
-    prefix, _ = pack_prefix(key, len(value), checksums(key, value), version, expiry_ns)
+    prefix, _ = pack_prefix(key, len(value), pack_sums(checksums(key, value)), version, expiry_ns)
     places = layout(len(key), len(value))
     return bytearray(prefix + value + bytes(places.record_bytes - len(prefix) - len(value)))
 

@@ -27,6 +27,7 @@ from cygnet.gcache.record import (
     layout,
     num_chunks,
     pack_prefix,
+    pack_sums,
     pack_words,
     slot_checksum,
     unpack_arena_head,
@@ -37,7 +38,7 @@ Words = tuple[int, ...]
 
 
 class ArenaMemory:
-    """The arena's bytes. The index changes them through these two methods only; tests stop in between.
+    """The arena's bytes. The index changes them through `write` and `set_word` only; tests stop in between.
 
     Others may read them too. Those that ask the server first have what they read pinned; where they need not ask
     (`gcache.runtime.shared_index`), they are told here what can be found, and tell what they read.
@@ -58,6 +59,19 @@ class ArenaMemory:
     def stamp(self, slot: int) -> int:
         """Word 0 of a slot."""
         return self._words[slot * SLOT_WORDS]
+
+    def publish(self, entry: "Entry", sums: bytes, at: int) -> None:
+        """Write the head of a record whose value is in place and whose first byte is `at`, its slot, then its stamp."""
+        prefix, checksum = pack_prefix(entry.key, entry.value_bytes, sums, entry.version, entry.expiry_ns, entry.root)
+        self.write(at, prefix)
+        self.publish_slot(entry, checksum)
+
+    def publish_slot(self, entry: "Entry", checksum: int) -> None:
+        """The same for a record whose head is in place too."""
+        words = (entry.start, entry.units, len(entry.key), entry.value_bytes, entry.version, checksum)
+        self.write(PAGE + entry.slot * SLOT_BYTES + 8, pack_words(words))
+        self.set_word(entry.slot, 0, entry.stamp)
+        self.show(entry.slot, entry.key)
 
     # --- those who do not ask
 
@@ -256,10 +270,10 @@ class Arena:
     def commit(self, entry: Entry, sums: Sequence[int]) -> Entry | None:
         """From now on `entry`, whose value is in place, is found. Returns what it replaces, already dead."""
         self._version += 1
-        prefix, checksum = pack_prefix(entry.key, entry.value_bytes, sums, self._version, entry.expiry_ns, entry.root)
-        self.memory.write(self.shape.data_at + entry.start * GRANULE, prefix)
         entry.verified = True
-        return self._publish(entry, self._version, checksum)
+        entry.version, entry.state = self._version, State.COMMITTED
+        self.memory.publish(entry, pack_sums(sums), self.shape.data_at + entry.start * GRANULE)
+        return self._found(entry)
 
     def commit_record(self, entry: Entry, record: Record) -> Entry | None:
         """Like `commit`, for a whole record that a lower tier has filled in: of this key, and as long as the room."""
@@ -267,7 +281,9 @@ class Arena:
         entry.root = record.root
         self._version = max(self._version, record.version)
         entry.verified = entry.clean = True
-        return self._publish(entry, record.version, record.checksum)
+        entry.version, entry.state = record.version, State.COMMITTED
+        self.memory.publish_slot(entry, record.checksum)
+        return self._found(entry)
 
     def abort(self, entry: Entry) -> None:
         """Give up an entry that is being filled; its writer's pin with it."""
@@ -344,13 +360,7 @@ class Arena:
                     left = other
         return chosen if right - left >= wanted else None
 
-    def _publish(self, entry: Entry, version: int, checksum: int) -> Entry | None:
-        memory, slot = self.memory, entry.slot
-        words = (entry.start, entry.units, len(entry.key), entry.value_bytes, version, checksum)
-        memory.write(PAGE + slot * SLOT_BYTES + 8, pack_words(words))
-        entry.version, entry.state = version, State.COMMITTED
-        memory.set_word(slot, 0, entry.stamp)
-        memory.show(slot, entry.key)
+    def _found(self, entry: Entry) -> Entry | None:
         old = self._index.get(entry.key)
         if old is not None:
             self.kill(old)

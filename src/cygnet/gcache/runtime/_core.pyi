@@ -11,11 +11,45 @@ def send_values(fd: int, head: bytes, views: list[memoryview], seeds: list[int],
 def get_one(
     fd: int, request: bytes, request_id: int, value: memoryview, seed: int, verify: bool, /
 ) -> tuple[int | bool | None, bytes]: ...
+def send_gets(
+    fd: int, request_id: int, epoch: int, budget_ms: int, keys: list[bytes], views: list[memoryview], /
+) -> bool: ...
+def take_gots(
+    fd: int, request_id: int, keys: list[bytes], views: list[memoryview], verify: bool, read: bytes, /
+) -> bytes | tuple[bytes] | bool | None: ...
+def send_puts(
+    fd: int,
+    request_id: int,
+    epoch: int,
+    budget_ms: int,
+    ttl_ms: int,
+    root: int,
+    keys: list[bytes],
+    views: list[memoryview],
+    /,
+) -> bool: ...
+def unpack_small_puts(
+    meta: bytes, body: memoryview, count: int, /
+) -> list[tuple[bytes, int, int, int, int, bool]] | None: ...
 
 class Table:
     def __init__(self, arena: Buffer, index: Buffer, writable: bool, /) -> None: ...
     def set_stamp(self, slot: int, stamp: int, /) -> None: ...
     def show(self, slot: int, key: bytes, /) -> None: ...
+    def publish(
+        self,
+        slot: int,
+        stamp: int,
+        start: int,
+        units: int,
+        value_bytes: int,
+        version: int,
+        expiry_ns: int,
+        root: int,
+        key: bytes,
+        sums: bytes,
+        /,
+    ) -> None: ...
     def hide(self, slot: int, key: bytes, /) -> None: ...
     def shown(self) -> list[int]: ...
     def is_held(self, slot: int, /) -> bool: ...

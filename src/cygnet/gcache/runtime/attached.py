@@ -1,13 +1,16 @@
 """A client's way to objects of a server on the same machine without asking it: the arena, its index, and a block to
 hold objects in place with, which lasts as long as one connection."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cygnet.gcache.protocol import ANY
+from cygnet.gcache.protocol import ANY, NO_BLOCK, Op, unpack_number
+from cygnet.gcache.runtime.shared_index import attach_index
 from cygnet.gcache.runtime.views import MappedArena, View
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core  # noqa: N812
+    from cygnet.gcache.runtime import _core as Core
+    from cygnet.gcache.runtime.channel import Channel
     from cygnet.gcache.runtime.wire import Wire
 
 
@@ -55,3 +58,16 @@ class Attached:
     def _release(self, hold: int) -> None:
         if not self._ended:
             self._table.release(self._block, hold)
+
+
+def attach(channel: "Channel", core: "type[Core]") -> Attached | None:
+    """A way by a new unix connection, which is used for nothing else from now on; `None`: the server has none."""
+    if not channel.info.index or channel.arena is None:
+        return None
+    table = attach_index(Path(channel.info.index), core, channel.arena.memory)
+    if table is None:
+        return None
+    block, _ = unpack_number(channel.call(Op.ATTACH))
+    if block == NO_BLOCK:
+        return None
+    return Attached(channel.wire, table, block, MappedArena(channel.arena.memory, table.generation))

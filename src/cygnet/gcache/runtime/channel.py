@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
 from cygnet.base.errors import CygnetError
 from cygnet.gcache.breaker import Breaker
@@ -20,7 +19,6 @@ from cygnet.gcache.limits import MAX_BATCH
 from cygnet.gcache.protocol import (
     ANSWER_MAGIC,
     HEAD_BYTES,
-    NO_BLOCK,
     PROTOCOL_VERSION,
     FrameHead,
     Item,
@@ -30,29 +28,26 @@ from cygnet.gcache.protocol import (
     Viewed,
     pack_request,
     unpack_gots,
-    unpack_number,
     unpack_viewed,
 )
 from cygnet.gcache.quick import (
     GOT_BYTES,
     VIEWED_BYTES,
     pack_get_of_one,
-    pack_put_of_one,
     pack_view_of_one,
     unpack_got_one,
     unpack_viewed_one,
 )
 from cygnet.gcache.record import chunk_seed
-from cygnet.gcache.runtime.attached import Attached
+from cygnet.gcache.runtime.attached import Attached, attach
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
-from cygnet.gcache.runtime.shared_index import attach_index
-from cygnet.gcache.runtime.shared_memory import attach
+from cygnet.gcache.runtime.shared_memory import attach as map_arena
 from cygnet.gcache.runtime.views import MappedArena
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core  # noqa: N812
+    from cygnet.gcache.runtime import _core as Core
 
 CONNECT_TIMEOUT_S = 1.0
 LEAST_BUDGET_S = 0.01
@@ -60,8 +55,6 @@ LEAST_BUDGET_S = 0.01
 IDLE_CHECK_S = 0.01
 """A connection unused for longer is looked at before it is used: the server may have been restarted."""
 MAX_UNIX_CONNECTIONS = 4
-LATE_BYTES = 128 << 10
-"""Values longer than this are hashed when they have been sent, while the server takes them in."""
 ATTACH_AGAIN_S = 1.0
 """Where attaching has failed, it is tried again so much later."""
 
@@ -127,7 +120,7 @@ class Channel:
         more_body_bytes: int = 0,
     ) -> int:
         """Send a request; returns its id. `more_body_bytes` are to be sent by the caller."""
-        request_id = next(self._ids)
+        request_id = self.next_id()
         request = pack_request(
             op,
             request_id,
@@ -135,7 +128,7 @@ class Channel:
             count=count,
             flags=flags,
             epoch=self.epoch,
-            budget_ms=self._budget_ms(),
+            budget_ms=self.budget_ms(),
             body_bytes=sum(map(len, body)) + more_body_bytes,
         )
         self.wire.send([request, *body])
@@ -145,7 +138,7 @@ class Channel:
         self, core: "type[Core]", op: Op, meta: bytes, *, count: int, flags: int, values: list[tuple[memoryview, int]]
     ) -> int:
         """Send a request whose body is chunks, and behind them their checksums with these seeds; returns its id."""
-        request_id = next(self._ids)
+        request_id = self.next_id()
         head = pack_request(
             op,
             request_id,
@@ -153,7 +146,7 @@ class Channel:
             count=count,
             flags=flags,
             epoch=self.epoch,
-            budget_ms=self._budget_ms(),
+            budget_ms=self.budget_ms(),
             body_bytes=sum(len(view) + 8 for view, _ in values),
         )
         self.wire.send_hashed(head, values, core)
@@ -189,10 +182,10 @@ class Channel:
 
     def view_one(self, key: bytes, value_bytes: int) -> Viewed:
         """Where one object lies. Gives back one lease, if there is one to give back."""
-        request_id = next(self._ids)
+        request_id = self.next_id()
         released = self._released.popleft() if self._released else 0
         wire = self.wire
-        wire.send_bytes(pack_view_of_one(request_id, self.epoch, self._budget_ms(), released, key, value_bytes))
+        wire.send_bytes(pack_view_of_one(request_id, self.epoch, self.budget_ms(), released, key, value_bytes))
         viewed = unpack_viewed_one(wire.peek(VIEWED_BYTES), request_id)
         if viewed is not None:
             wire.drop()
@@ -201,9 +194,9 @@ class Channel:
 
     def get_one(self, key: bytes, value: memoryview, *, verify: bool) -> int:
         """Fill `value`, of one chunk, with all of an object of its size; its outcome, an `Item`."""
-        request_id = next(self._ids)
+        request_id = self.next_id()
         wire = self.wire
-        request = pack_get_of_one(request_id, self.epoch, self._budget_ms(), key, len(value))
+        request = pack_get_of_one(request_id, self.epoch, self.budget_ms(), key, len(value))
         if wire.core is not None:
             item = wire.get_one(wire.core, request, request_id, value, chunk_seed(key), verify=verify)
             if item is not None:
@@ -222,29 +215,17 @@ class Channel:
         wire.read_pieces([piece])
         return Item.TORN if verify and piece.digest != checksum else Item.OK
 
-    def put_one(self, key: bytes, value: memoryview, ttl_ms: int, root: int) -> int:
-        """Store an object of one chunk; its outcome, an `Item`."""
-        request_id, wire, size = next(self._ids), self.wire, len(value)
-        seed = chunk_seed(key)
-        late = wire.core is not None and size > LATE_BYTES
-        checksum = b"" if late else xxh3_64_intdigest(value, seed=seed).to_bytes(8, "little")
-        head = pack_put_of_one(request_id, self.epoch, self._budget_ms(), key, size, ttl_ms, root, checksum)
-        if late and wire.core is not None:
-            wire.send_hashed(head, [(value, seed)], wire.core)
-        else:
-            wire.send([head, value])
-        _, items = self.receive(request_id, Op.PUT, 1)
-        if len(items) != 1:
-            raise ProtocolError("an answer to PUT of another length")
-        return items[0]
-
     def scratch(self, num_bytes: int) -> memoryview:
         """Memory for that many bytes, the same at each call."""
         if len(self._scratch) < num_bytes:
             self._scratch = memoryview(bytearray(num_bytes))
         return self._scratch[:num_bytes]
 
-    def _budget_ms(self) -> int:
+    def next_id(self) -> int:
+        """Of a request."""
+        return next(self._ids)
+
+    def budget_ms(self) -> int:
         """Of the deadline that the connection has been given."""
         return min(max(1, int((self.wire.deadline - time.monotonic()) * 1000)), (1 << 32) - 1)
 
@@ -344,19 +325,14 @@ class Peer:
             channel = self.connect(deadline, unix=True)
         except (OSError, ProtocolError, GCacheError):
             return None
-        table = block = None
         try:
-            if channel.info.index and channel.arena is not None:
-                table = attach_index(Path(channel.info.index), core, channel.arena.memory)
-            if table is not None:
-                block, _ = unpack_number(channel.call(Op.ATTACH))
+            attached = attach(channel, core)
         except (OSError, ProtocolError, GCacheError):
-            block = None
-        if table is None or channel.arena is None or block in (None, NO_BLOCK) or not channel.wire.disarm():
+            attached = None
+        if attached is None or not channel.wire.disarm():
             channel.wire.close()
             return None
-        arena = MappedArena(channel.arena.memory, table.generation)
-        return Attached(channel.wire, table, block, arena)
+        return attached
 
     def channel(self, deadline: float, *, unix: bool = False) -> "Lent":
         """A connection to use in a `with` block, with its deadline set.
@@ -471,7 +447,7 @@ class Peer:
         with self._lock:
             known = self._info
         if self._may_map and (known is None or known.incarnation != info.incarnation):
-            memory = attach(Path(info.arena), bytes.fromhex(info.incarnation))
+            memory = map_arena(Path(info.arena), bytes.fromhex(info.incarnation))
             with self._lock:
                 self._arena = None if memory is None else MappedArena(memory)
         with self._lock:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core  # noqa: N812
+    from cygnet.gcache.runtime import _core as Core
 
 VERSION = 1
 SWITCH = "CYGNET_GCACHE_COMPILED"

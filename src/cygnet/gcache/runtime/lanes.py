@@ -34,7 +34,7 @@ from cygnet.gcache.protocol import (
 )
 from cygnet.gcache.record import CHUNK_BYTES, U64, checksums, chunk_seed, num_chunks, pack_sums
 from cygnet.gcache.runtime.attached import EndedError
-from cygnet.gcache.runtime.channel import LATE_BYTES, Channel, GCacheError, Peer
+from cygnet.gcache.runtime.channel import Channel, GCacheError, Peer
 from cygnet.gcache.runtime.views import MappedArena, View
 from cygnet.gcache.runtime.wire import DeadlineError, Piece
 from cygnet.kv.store import Outcome
@@ -44,6 +44,8 @@ MAX_KEYS = 256
 GOT_BYTES, SUM_BYTES = 28, 8
 SMALL_BYTES = 1 << 20
 """Answers with several objects and no more than this are taken in with one piece of memory."""
+LATE_BYTES = 128 << 10
+"""Values longer than this are hashed when they have been sent, while the server takes them in."""
 COPY_BYTES = 8 << 20
 """Objects viewed with one request, when they are to be copied."""
 FAILURES = (OSError, ProtocolError, GCacheError)
@@ -318,9 +320,9 @@ class Lane:
                     break
 
 
-def lanes_of(peer: Peer, frames: "deque[Frame]", window: int, deadline: float) -> list[Lane]:
-    """As many lanes as there are frames for, and connections."""
-    return [Lane(peer, frames, window, deadline) for _ in range(min(peer.max_connections, len(frames)))]
+def lanes_of(peer: Peer, frames: "deque[Frame]", window: int, deadline: float, most: int = MAX_KEYS) -> list[Lane]:
+    """As many lanes as there are frames for, and connections, and no more than `most`."""
+    return [Lane(peer, frames, window, deadline) for _ in range(min(peer.max_connections, len(frames), max(1, most)))]
 
 
 # --- on the same machine

@@ -14,7 +14,6 @@ from cygnet.gcache.record import value_is_whole
 from cygnet.gcache.runtime.counts import Counts
 from cygnet.gcache.tiering import Tiering
 
-
 MANY_SLOTS, LOOK_NS = 1 << 16, 20_000_000
 """With more slots than that, it is not looked more often which of them were used."""
 READ_WAIT_S = 0.02

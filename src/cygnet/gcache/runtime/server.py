@@ -16,11 +16,12 @@ from cygnet.gcache.protocol import PROTOCOL_VERSION, Op, Status, pack_answer
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.cluster import Cluster
 from cygnet.gcache.runtime.compiled import compiled_core
-from cygnet.gcache.runtime.connection import Connection, Service
+from cygnet.gcache.runtime.connection import Connection
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.greeting import ServerInfo
 from cygnet.gcache.runtime.node import ALONE, ClusterOptions, Node, no_cluster
 from cygnet.gcache.runtime.resp_connection import RespConnection
+from cygnet.gcache.runtime.service import Service
 from cygnet.gcache.runtime.shared_index import open_index
 from cygnet.gcache.runtime.shared_memory import ARENA, SOCKET, SharedMemory, open_shared_memory
 from cygnet.gcache.runtime.uploads import Uploads

@@ -19,13 +19,13 @@ from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING
 
-from cygnet.gcache.arena import ArenaMemory
+from cygnet.gcache.arena import ArenaMemory, Entry
 from cygnet.gcache.limits import Limits
 from cygnet.gcache.record import PAGE, unpack_arena_head
 from cygnet.gcache.runtime.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core  # noqa: N812
+    from cygnet.gcache.runtime import _core as Core
 
 INDEX = "index"
 MAGIC, VERSION = int.from_bytes(b"CYGNETix", "little"), 1
@@ -55,6 +55,20 @@ class SharedArenaMemory(ArenaMemory):
             self._table.set_stamp(slot, value)
         else:
             super().set_word(slot, word, value)
+
+    def publish(self, entry: Entry, sums: bytes, at: int) -> None:
+        self._table.publish(
+            entry.slot,
+            entry.stamp,
+            entry.start,
+            entry.units,
+            entry.value_bytes,
+            entry.version,
+            entry.expiry_ns,
+            entry.root,
+            entry.key,
+            sums,
+        )
 
     def show(self, slot: int, key: bytes) -> None:
         self._table.show(slot, key)

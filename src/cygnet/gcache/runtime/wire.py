@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -18,7 +17,7 @@ from cygnet.gcache.protocol import HEAD_BYTES, FrameHead, unpack_head
 from cygnet.gcache.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core  # noqa: N812
+    from cygnet.gcache.runtime import _core as Core
 
 BUFFER_BYTES = 4096
 SERVER_BUFFER_BYTES = 32 << 10
@@ -79,9 +78,7 @@ class Wire:
     be closed.
     """
 
-    def __init__(
-        self, sock: socket.socket, magic: bytes, watchdog: Watchdog, core: "type[Core] | None" = None
-    ) -> None:
+    def __init__(self, sock: socket.socket, magic: bytes, watchdog: Watchdog, core: "type[Core] | None" = None) -> None:
         self.sock = sock
         self.core = core
         """Compiled loops, if they are to be used."""
@@ -191,8 +188,27 @@ class Wire:
         if not sent:
             raise self._ended()
 
-    def unread(self, data: bytes) -> None:
-        """Put back what has been read; there is nothing else in the buffer."""
+    @property
+    def fd(self) -> int:
+        """Of the socket."""
+        return self.sock.fileno()
+
+    def sent(self, all_: bool) -> None:
+        """What a compiled loop has said: not all was sent (or received) when the peer had closed."""
+        if not all_:
+            raise self._ended()
+
+    def take_read(self) -> bytes:
+        """What has been read ahead, to be dealt with elsewhere."""
+        data = bytes(self._buffer[self._begin : self._end])
+        self.drop()
+        return data
+
+    def unread(self, data: "bytes | memoryview") -> None:
+        """Put back what has been read, before what else is in the buffer."""
+        data = bytes(data) + self.take_read()
+        if len(data) > len(self._buffer):
+            self._buffer = memoryview(bytearray(len(data)))
         self._buffer[: len(data)] = data
         self._begin, self._end = 0, len(data)
 

@@ -46,7 +46,8 @@ PyMODINIT_FUNC PyInit__core(void) {
     }
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    if (PyModule_AddFunctions(module, io_methods) < 0 || PyModule_AddType(module, &TableType) < 0 ||
+    if (PyModule_AddFunctions(module, io_methods) < 0 ||
+        PyModule_AddFunctions(module, batch_methods) < 0 || PyModule_AddType(module, &TableType) < 0 ||
         PyModule_AddIntConstant(module, "VERSION", CORE_VERSION) < 0) {
         Py_DECREF(module);
         return NULL;

@@ -54,6 +54,10 @@ int receive_all(int fd, uint8_t *into, size_t count, int64_t deadline_ms);
 int send_parts(int fd, struct iovec *parts, size_t count, int64_t deadline_ms);
 extern PyMethodDef io_methods[];
 
+/* --- batch.c */
+
+extern PyMethodDef batch_methods[];
+
 /* --- table.c */
 
 extern PyTypeObject TableType;

@@ -170,24 +170,66 @@ static PyObject *set_stamp(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* There is always an empty bucket: there are more buckets than slots, and each slot is in one at most. */
+static void insert(Table *table, uint64_t slot, uint64_t hash) {
+    uint64_t tag = hash >> 32, fresh = tag << 32 | (slot + 1), at = tag & table->mask;
+    while (table->buckets[at] != 0 && table->buckets[at] != fresh) at = (at + 1) & table->mask;
+    __atomic_store_n(&table->marks[slot], 0, RELAXED);
+    __atomic_store_n(&table->buckets[at], fresh, __ATOMIC_RELEASE);
+}
+
 static PyObject *show(PyObject *self, PyObject *args) {
     Table *table = (Table *)self;
     unsigned long long slot;
     Py_buffer key;
     if (!PyArg_ParseTuple(args, "Ky*", &slot, &key)) return NULL;
-    uint64_t tag = hashing.whole(key.buf, (size_t)key.len, 0) >> 32;
+    uint64_t hash = hashing.whole(key.buf, (size_t)key.len, 0);
     PyBuffer_Release(&key);
     if (check_slot(table, slot) < 0) return NULL;
-    uint64_t fresh = tag << 32 | (slot + 1);
-    for (uint64_t at = tag & table->mask, tries = 0; tries <= table->mask; at = (at + 1) & table->mask, tries++) {
-        if (table->buckets[at] == fresh) Py_RETURN_NONE;
-        if (table->buckets[at] == 0) {
-            __atomic_store_n(&table->marks[slot], 0, RELAXED);
-            __atomic_store_n(&table->buckets[at], fresh, __ATOMIC_RELEASE);
-            Py_RETURN_NONE;
-        }
+    insert(table, slot, hash);
+    Py_RETURN_NONE;
+}
+
+/* publish(slot, stamp, start, units, value_bytes, version, expiry_ns, root, key, sums): head of the record, words of the
+ * slot, its stamp, and then it is found. The value is in place. */
+static PyObject *publish(PyObject *self, PyObject *args) {
+    Table *table = (Table *)self;
+    unsigned long long slot, stamp, start, units, value_bytes, version, expiry_ns, root;
+    Py_buffer key, sums;
+    if (!PyArg_ParseTuple(args, "KKKKKKKKy*y*", &slot, &stamp, &start, &units, &value_bytes, &version, &expiry_ns, &root, &key,
+                          &sums))
+        return NULL;
+    uint64_t sums_at = round_up(RECORD_HEAD + (uint64_t)key.len, 8);
+    uint64_t value_at = round_up(sums_at + 8 * num_chunks(value_bytes), 64);
+    int fits = slot < table->num_slots && start < table->num_granules && units <= table->num_granules - start &&
+               value_bytes <= units * GRANULE && value_at + value_bytes <= units * GRANULE &&
+               (uint64_t)sums.len == 8 * num_chunks(value_bytes);
+    if (fits) {
+        uint8_t *record = table->arena + table->data_at + start * GRANULE;
+        memset(record, 0, RECORD_HEAD);
+        memcpy(record, "GCr1", 4);
+        store32(record + 4, (uint32_t)key.len);
+        store64(record + 8, value_bytes);
+        store64(record + 16, version);
+        store64(record + 24, expiry_ns);
+        store64(record + 32, hashing.whole(sums.buf, (size_t)sums.len, 0));
+        store64(record + 40, root);
+        uint64_t own = hashing.whole(key.buf, (size_t)key.len, hashing.whole(record, RECORD_HEAD - 8, 0));
+        store64(record + RECORD_HEAD - 8, own);
+        memcpy(record + RECORD_HEAD, key.buf, (size_t)key.len);
+        memset(record + RECORD_HEAD + key.len, 0, value_at - RECORD_HEAD - (size_t)key.len);
+        memcpy(record + sums_at, sums.buf, (size_t)sums.len);
+        uint64_t words[7] = {start, units, (uint64_t)key.len, value_bytes, version, own, 0};
+        words[6] = hashing.whole(words, 48, 0);
+        uint64_t *in_slot = words_of(table, slot);
+        for (int i = 0; i < 7; i++) __atomic_store_n(&in_slot[i + 1], words[i], RELAXED);
+        __atomic_store_n(&in_slot[0], (uint64_t)stamp, __ATOMIC_SEQ_CST);
+        insert(table, slot, hashing.whole(key.buf, (size_t)key.len, 0));
     }
-    PyErr_SetString(PyExc_RuntimeError, "the shared index is full");
+    PyBuffer_Release(&key);
+    PyBuffer_Release(&sums);
+    if (fits) Py_RETURN_NONE;
+    PyErr_SetString(PyExc_ValueError, "a record that does not fit its place");
     return NULL;
 }
 
@@ -423,6 +465,7 @@ static PyObject *copy_all(PyObject *self, PyObject *args) {
 static PyMethodDef table_methods[] = {
     {"set_stamp", set_stamp, METH_VARARGS, "Write word 0 of a slot, with a full fence behind it."},
     {"show", show, METH_VARARGS, "Have a slot found by its key."},
+    {"publish", publish, METH_VARARGS, "Have a slot's object, whose value is in place, found."},
     {"hide", hide, METH_VARARGS, "Have it found no more."},
     {"shown", shown, METH_NOARGS, "Slots that are found, for audits."},
     {"is_held", is_held, METH_VARARGS, "Whether someone holds a slot in place."},
