@@ -22,6 +22,7 @@ from cygnet.gcache.record import (
     num_chunks,
     pack_arena_head,
     pack_prefix,
+    pack_sums,
     slot_checksum,
     split_key,
     unpack_arena_head,

@@ -470,10 +470,8 @@ def _flags(
 
 def _outcomes(outcomes: list[Outcome | None], results: dict[int, Result]) -> list[Outcome]:
     """What became of each object: as it was put there, or as its slices have ended."""
-    return [
-        outcome or results[at].outcome if at in results else outcome or Outcome.TIMED_OUT
-        for at, outcome in enumerate(outcomes)
-    ]
+    late = Outcome.TIMED_OUT  # nobody has come to it
+    return [own or (results[at].outcome if at in results else late) for at, own in enumerate(outcomes)]
 
 
 def _call(task: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""The compiled core: loops that move or find every byte, without the interpreter. Everything works without it, slower.
+"""The compiled core: loops that move or find every byte, without the interpreter. All works without it, slower.
 
-It is `_core`, built from `csrc/` when Cygnet is installed where there is a compiler. It hashes with the library that the
-`xxhash` package brings, so that there is one implementation; where that does not offer its functions, or `_core` is of
-another version than this file, Python does the work. `CYGNET_GCACHE_COMPILED=0` has it left alone.
+It is `_core`, built from `csrc/` when Cygnet is installed where there is a compiler. It hashes with the library that
+the `xxhash` package brings, so that there is one implementation; where that does not offer its functions, or `_core` is
+of another version than this file, Python does the work. `CYGNET_GCACHE_COMPILED=0` has it left alone.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def _load() -> "tuple[type[Core] | None, str]":
 
 
 def _addresses(library: ctypes.CDLL) -> list[int]:
-    """Of whole, create, free, reset, update, digest; those that choose by the CPU's vector units where there are any."""
+    """Of whole, create, free, reset, update, digest; those that choose by the CPU's vector units, where there are."""
     names = (
         ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed"),
         ("XXH3_createState",),

@@ -65,7 +65,7 @@ class Connection:
     def __init__(self, sock: socket.socket, owner: int, service: Service) -> None:
         self._wire = Wire(sock, REQUEST_MAGIC, service.watchdog, service.core)
         self._block = None if service.index is None else service.index.take_block()
-        """Of the shared index: what is being sent from the arena without having been pinned, or what the client holds."""
+        """Of the shared index: holds what is being sent without having been pinned, or what the client looks at."""
         self._is_attached = False
         self._owner = owner
         self._service = service

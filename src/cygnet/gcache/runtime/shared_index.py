@@ -3,8 +3,8 @@
 The file lies beside the arena and is made anew by each server; `csrc/table.h` says who writes what, and in which order.
 
     page 0     magic, version, slots, buckets, blocks, length of a lease (ns), most bytes that holds may keep in place,
-               epoch whose requests are answered, blocks used so far, incarnation of the arena (16 bytes), when the server
-               last was alive (monotonic ns)
+               epoch whose requests are answered, blocks used so far, incarnation of the arena (16 bytes), when the
+               server last was alive (monotonic ns)
     blocks     a page for each connection: what its client holds in place, and how often it got something
     marks      a byte per slot: used since the server last looked
     buckets    u64: upper half of xxh3_64(key), slot + 1; open addressing from the upper half on

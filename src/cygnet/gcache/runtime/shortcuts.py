@@ -1,5 +1,7 @@
-"""A server's answers to frames about one object, by the shortest way. What is not exactly such a frame, or needs the disk,
-is left to `Connection`, and nothing has been done."""
+"""A server's answers to frames about one object, by the shortest way.
+
+What is not exactly such a frame, or needs the disk, is left to `Connection`, and nothing has been done.
+"""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Storing many whole objects of one frame, none of more than one chunk: taken in together, then put where they belong."""
+"""Storing many whole objects of one frame, of one chunk at most: taken in together, then put where they belong."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
