@@ -141,6 +141,7 @@ def test_a_batch_of_good_missing_and_damaged_objects(options: dict[str, object])
             assert entry is not None
             running.cache.arena.value(entry)[5] ^= 1
             entry.verified = False
+            running.cache.arena.memory.hide(entry.slot, entry.key)
         into = [bytearray(b"x" * 300) for _ in keys]
         outcomes = sdk.batch_get_into(keys, into)
         for number, (outcome, value) in enumerate(zip(outcomes, into, strict=True)):
@@ -440,12 +441,12 @@ def test_a_view_beyond_the_arena_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def far_one(request_id: int, epoch: int, slot: int, offset: int, *rest: int) -> bytes:
         return pack_viewed_one(request_id, epoch, slot, 1 << 40, *rest)  # type: ignore[call-arg]
 
-    with server() as running, client(running.port) as sdk:
+    with server() as running, client(running.port, compiled=False) as sdk:
         sdk.put(key(1), b"abc")
         monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed", far)
-        monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed_one", far_one)
+        monkeypatch.setattr("cygnet.gcache.runtime.shortcuts.pack_viewed_one", far_one)
         assert sdk.batch_view([key(1), key(1)]) == [Outcome.FAILED] * 2
-    with server() as running, client(running.port) as sdk:
+    with server() as running, client(running.port, compiled=False) as sdk:
         sdk.put(key(1), b"abc")
         assert sdk.view(key(1)) is Outcome.FAILED
 

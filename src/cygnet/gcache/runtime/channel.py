@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,6 +40,7 @@ from cygnet.gcache.quick import (
 from cygnet.gcache.record import chunk_seed
 from cygnet.gcache.runtime.attached import Attached, attach
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
+from cygnet.gcache.runtime.lent import Lent
 from cygnet.gcache.runtime.shared_memory import attach as map_arena
 from cygnet.gcache.runtime.views import MappedArena
 from cygnet.gcache.runtime.watchdog import Watchdog
@@ -54,7 +54,8 @@ LEAST_BUDGET_S = 0.01
 """A call that was given less time than this, and did not end in it, says nothing about the server."""
 IDLE_CHECK_S = 0.01
 """A connection unused for longer is looked at before it is used: the server may have been restarted."""
-MAX_UNIX_CONNECTIONS = 4
+MAX_UNIX_CONNECTIONS = 5
+"""One of them for what is read without asking."""
 ATTACH_AGAIN_S = 1.0
 """Where attaching has failed, it is tried again so much later."""
 
@@ -314,27 +315,34 @@ class Peer:
     def detach(self, attached: Attached) -> None:
         """That way has ended: the server has."""
         with self._attaching:
-            if self._attached is attached:
-                self._attached = None
+            if self._attached is not attached:
+                return
+            self._attached = None
+        with self._lock:
+            self._in_use[True] -= 1
+            self._returned.notify()
         attached.close()
 
     def _attach(self, core: "type[Core]", deadline: float) -> Attached | None:
+        lent = self.channel(deadline, unix=True)
         try:
-            if not self.is_local(deadline) or self._closed:
-                return None
-            channel = self.connect(deadline, unix=True)
+            channel = lent.__enter__() if self.is_local(deadline) else None
         except (OSError, ProtocolError, GCacheError):
+            channel = None
+        if channel is None:
             return None
         try:
             attached = attach(channel, core)
-        except (OSError, ProtocolError, GCacheError):
-            attached = None
-        if attached is None or not channel.wire.disarm():
-            channel.wire.close()
+            if attached is not None and not channel.wire.disarm():
+                raise DeadlineError("the deadline has passed")
+        except (OSError, ProtocolError, GCacheError) as error:
+            lent.__exit__(type(error), error, None)
             return None
-        return attached
+        if attached is None:
+            lent.__exit__(None, None, None)
+        return attached  # and its connection stays lent
 
-    def channel(self, deadline: float, *, unix: bool = False) -> "Lent":
+    def channel(self, deadline: float, *, unix: bool = False) -> Lent:
         """A connection to use in a `with` block, with its deadline set.
 
         It is closed if the block fails: it may be in mid-frame. Entering raises `UnavailableError` while the server is
@@ -456,44 +464,3 @@ class Peer:
         if unix and channel.arena is None:
             raise PeerClosedError("the server's arena is another one now")
         return channel
-
-
-class Lent:
-    """A connection of a peer for the length of a `with` block."""
-
-    __slots__ = ("_budget_s", "_channel", "_deadline", "_peer", "_unix")
-
-    def __init__(self, peer: Peer, deadline: float, unix: bool) -> None:
-        self._peer = peer
-        self._deadline = deadline
-        self._unix = unix
-
-    def __enter__(self) -> Channel:
-        peer, deadline, unix = self._peer, self._deadline, self._unix
-        self._budget_s = deadline - time.monotonic()
-        channel = peer.check_out(deadline, unix=unix)
-        try:
-            if channel is None or not channel.looks_open():
-                if channel is not None:
-                    channel.wire.close()
-                    channel = None
-                channel = peer.connect(deadline, unix=unix)
-            channel.wire.arm(deadline)
-        except BaseException as error:
-            self._give_up(channel, error)
-            raise
-        self._channel = channel
-        return channel
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._peer.check_in(self._channel, unix=self._unix)
-        else:
-            self._give_up(self._channel, error)
-
-    def _give_up(self, channel: Channel | None, error: BaseException) -> None:
-        if channel is not None:
-            channel.wire.close()
-        self._peer.failed(error, self._budget_s, unix=self._unix)

@@ -241,7 +241,7 @@ class Wire:
     def read_pieces(self, pieces: Sequence[Piece]) -> None:
         """Fill all, in order, and hash those to be checked."""
         if self.core is not None:
-            self._read_compiled(self.core, pieces)
+            self._read_compiled(self.core, [piece for piece in pieces if not piece.is_full])
             return
         at = 0
         while at < len(pieces):
