@@ -1,4 +1,4 @@
-"""Objects that are found, held and copied without asking their server. Without the compiled core there is none of it."""
+"""Objects that are found, held and copied without asking their server; which takes the compiled core."""
 
 import random
 import signal

@@ -191,8 +191,11 @@ def attach_index(path: Path, core: "type[Core]", arena: memoryview) -> "Core.Tab
         return None
     finally:
         os.close(fd)
-    head, found = unpack_arena_head(arena[:PAGE]), IndexHead.unpack_from(mapped)
-    if head is None or found[:2] != (MAGIC, VERSION) or found[9] != head[1]:
+    head = unpack_arena_head(arena[:PAGE])
+    if head is None or len(mapped) < PAGE:
+        return None
+    found = IndexHead.unpack_from(mapped)
+    if found[:2] != (MAGIC, VERSION) or found[9] != head[1]:
         return None
     try:
         return core.Table(arena, mapped, False)
