@@ -334,7 +334,8 @@ def main() -> None:
     print(f"compiled core: {WHY_NOT or 'in use'}")
     print("frozen server: " + ", ".join(f"{name} {value:.2f}" for name, value in frozen.items()))
     if options.json:
-        report = {
+        ran = environment(rounds=rounds, compiled=not WHY_NOT)
+        report = {"rows": [asdict(row) for row in rows], "frozen": frozen, "environment": ran}
             "rows": [asdict(row) for row in rows],
             "frozen": frozen,
             "environment": environment(rounds=rounds, compiled=not WHY_NOT),
