@@ -336,10 +336,6 @@ def main() -> None:
     if options.json:
         ran = environment(rounds=rounds, compiled=not WHY_NOT)
         report = {"rows": [asdict(row) for row in rows], "frozen": frozen, "environment": ran}
-            "rows": [asdict(row) for row in rows],
-            "frozen": frozen,
-            "environment": environment(rounds=rounds, compiled=not WHY_NOT),
-        }
         options.json.write_text(json.dumps(report, indent=2))
     if options.check:
         sys.exit(check(rows, frozen))
