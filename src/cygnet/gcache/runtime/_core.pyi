@@ -31,6 +31,9 @@ def send_puts(
 def unpack_small_puts(
     meta: bytes, body: memoryview, count: int, /
 ) -> list[tuple[bytes, int, int, int, int, bool]] | None: ...
+def put_one(
+    fd: int, head: bytes, value: memoryview, seed: int | None, request_id: int, /
+) -> tuple[int | bool | None, bytes]: ...
 
 class Table:
     def __init__(self, arena: Buffer, index: Buffer, writable: bool, /) -> None: ...

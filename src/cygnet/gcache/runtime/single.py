@@ -45,8 +45,10 @@ def _put(channel: Channel, key: bytes, value: memoryview, ttl_ms: int, root: int
     late = wire.core is not None and size > LATE_BYTES
     checksum = b"" if late else xxh3_64_intdigest(value, seed=seed).to_bytes(8, "little")
     head = pack_put_of_one(request_id, channel.epoch, channel.budget_ms(), key, size, ttl_ms, root, checksum)
-    if late and wire.core is not None:
-        wire.send_hashed(head, [(value, seed)], wire.core)
+    if wire.core is not None:
+        item = wire.put_one(wire.core, head, request_id, value, seed if late else None)
+        if item is not None:
+            return item
     else:
         wire.send([head, value])
     _, items = channel.receive(request_id, Op.PUT, 1)

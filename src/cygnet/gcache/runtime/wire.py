@@ -168,13 +168,23 @@ class Wire:
         `None`: the answer is another, and comes next. Nothing is in the buffer before.
         """
         try:
-            item, read = core.get_one(self.sock.fileno(), request, request_id, value, seed, verify)
+            return self._item(*core.get_one(self.fd, request, request_id, value, seed, verify))
         except OSError as error:
             raise self._ended() if self.expired else error from None
+
+    def put_one(
+        self, core: "type[Core]", head: bytes, request_id: int, value: memoryview, seed: int | None
+    ) -> int | None:
+        """Store an object of one chunk, with a seed its checksum behind it; the rest is as for `get_one`."""
+        try:
+            return self._item(*core.put_one(self.fd, head, value, seed, request_id))
+        except OSError as error:
+            raise self._ended() if self.expired else error from None
+
+    def _item(self, item: int | bool | None, read: bytes) -> int | None:
         if item is None:
             self.unread(read)
-            return None
-        if item is False:
+        elif item is False:
             raise self._ended()
         return item
 

@@ -331,7 +331,50 @@ static PyObject *get_one(PyObject *module, PyObject *args) {
     return Py_BuildValue("(iy)", torn ? 2 : 0, "");
 }
 
+/* put_one(fd, head, value, seed, request_id) -> (item, read): a value of one chunk and, unless the head has it, its checksum
+ * behind it (seed None: the head has it). The item and `read` are as for get_one. */
+static PyObject *put_one(PyObject *module, PyObject *args) {
+    int fd;
+    Py_buffer head;
+    PyObject *value, *seed;
+    unsigned long long request_id;
+    if (!PyArg_ParseTuple(args, "iy*OOK", &fd, &head, &value, &seed, &request_id)) return NULL;
+    Piece piece = {0};
+    piece.hashed = seed != Py_None;
+    piece.seed = piece.hashed ? PyLong_AsUnsignedLongLongMask(seed) : 0;
+    if (PyErr_Occurred() || PyObject_GetBuffer(value, &piece.buffer, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&head);
+        return NULL;
+    }
+    uint8_t answered[HEAD_BYTES + 1];
+    size_t have = 0;
+    int done, kept;
+    Py_BEGIN_ALLOW_THREADS
+    uint64_t sum;
+    struct iovec parts[2] = {{head.buf, (size_t)head.len}, {piece.buffer.buf, (size_t)piece.buffer.len}};
+    done = piece.hashed ? send_pieces(fd, &head, &piece, 1, &sum) : send_parts(fd, parts, 2, -1);
+    while (done == 1 && (have < HEAD_BYTES || (have == HEAD_BYTES && load32(answered + 28) > 0))) {
+        ssize_t got = recv(fd, answered + have, sizeof answered - have, 0);
+        if (got > 0) have += (size_t)got;
+        else if (got == 0) done = 0;
+        else if (errno != EINTR) done = -1;
+    }
+    kept = errno;
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&head);
+    PyBuffer_Release(&piece.buffer);
+    errno = kept;
+    if (done < 0) return PyErr_SetFromErrno(PyExc_OSError);
+    if (done == 0) return Py_BuildValue("(Oy)", Py_False, "");
+    int ours = memcmp(answered, "GCS1", 4) == 0 && answered[4] == OP_PUT && answered[5] == 0 &&
+               load16(answered + 6) == 1 && load64(answered + 8) == request_id && load32(answered + 28) == 1 &&
+               load64(answered + 32) == 0;
+    if (!ours) return Py_BuildValue("(Oy#)", Py_None, answered, (Py_ssize_t)have);
+    return Py_BuildValue("(iy)", (int)answered[HEAD_BYTES], "");
+}
+
 PyMethodDef io_methods[] = {
+    {"put_one", put_one, METH_VARARGS, "Store one object of one chunk, and take in the answer."},
     {"read_pieces", read_pieces, METH_VARARGS, "Fill buffers from a socket, and hash them."},
     {"send_values", send_values, METH_VARARGS, "Send a head, values, and their checksums."},
     {"get_one", get_one, METH_VARARGS, "Ask for one object of one chunk, and take it in."},
