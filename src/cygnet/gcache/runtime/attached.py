@@ -2,6 +2,7 @@
 hold objects in place with, which lasts as long as one connection."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from cygnet.gcache.protocol import ANY, NO_BLOCK, Op, unpack_number
@@ -9,7 +10,7 @@ from cygnet.gcache.runtime.shared_index import attach_index
 from cygnet.gcache.runtime.views import MappedArena, View
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core
+    from cygnet.gcache.runtime._core import Table
     from cygnet.gcache.runtime.channel import Channel
     from cygnet.gcache.runtime.wire import Wire
 
@@ -21,7 +22,7 @@ class EndedError(ConnectionError):
 class Attached:
     """Thread-safe. `None` and 0 mean that the server must be asked. Raises `EndedError`."""
 
-    def __init__(self, wire: "Wire", table: "Core.Table", block: int, arena: MappedArena) -> None:
+    def __init__(self, wire: "Wire", table: "Table", block: int, arena: MappedArena) -> None:
         self._wire = wire
         self._fd = wire.sock.fileno()
         self._table = table
@@ -60,7 +61,7 @@ class Attached:
             self._table.release(self._block, hold)
 
 
-def attach(channel: "Channel", core: "type[Core]") -> Attached | None:
+def attach(channel: "Channel", core: ModuleType) -> Attached | None:
     """A way by a new unix connection, which is used for nothing else from now on; `None`: the server has none."""
     if not channel.info.index or channel.arena is None:
         return None

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import msgspec
 
@@ -45,9 +45,6 @@ from cygnet.gcache.runtime.shared_memory import attach as map_arena
 from cygnet.gcache.runtime.views import MappedArena
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
-
-if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core
 
 CONNECT_TIMEOUT_S = 1.0
 LEAST_BUDGET_S = 0.01
@@ -136,7 +133,7 @@ class Channel:
         return request_id
 
     def send_hashed(
-        self, core: "type[Core]", op: Op, meta: bytes, *, count: int, flags: int, values: list[tuple[memoryview, int]]
+        self, core: ModuleType, op: Op, meta: bytes, *, count: int, flags: int, values: list[tuple[memoryview, int]]
     ) -> int:
         """Send a request whose body is chunks, and behind them their checksums with these seeds; returns its id."""
         request_id = self.next_id()
@@ -258,7 +255,7 @@ class Peer:
         same_host: bool,
         epoch: int,
         watchdog: Watchdog,
-        core: "type[Core] | None" = None,
+        core: ModuleType | None = None,
     ) -> None:
         self.address = address
         self.max_connections = max_connections
@@ -323,7 +320,7 @@ class Peer:
             self._returned.notify()
         attached.close()
 
-    def _attach(self, core: "type[Core]", deadline: float) -> Attached | None:
+    def _attach(self, core: ModuleType, deadline: float) -> Attached | None:
         lent = self.channel(deadline, unix=True)
         try:
             channel = lent.__enter__() if self.is_local(deadline) else None

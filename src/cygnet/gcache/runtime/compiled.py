@@ -7,18 +7,15 @@ of another version than this file, Python does the work. `CYGNET_GCACHE_COMPILED
 
 import ctypes
 import os
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import xxhash
-
-if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core
 
 VERSION = 1
 SWITCH = "CYGNET_GCACHE_COMPILED"
 
 
-def _load() -> "tuple[type[Core] | None, str]":
+def _load() -> tuple[ModuleType | None, str]:
     """The core, or why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 in the environment"
@@ -36,7 +33,7 @@ def _load() -> "tuple[type[Core] | None, str]":
     sample = bytes(range(256)) * 9
     if any(_core.xxh3(sample[:n], n) != xxhash.xxh3_64_intdigest(sample[:n], seed=n) for n in (0, 7, 200, 2304)):
         return None, "the xxhash package's library hashes otherwise than the package"
-    return _core, ""  # type: ignore[return-value]
+    return _core, ""
 
 
 def _addresses(library: ctypes.CDLL) -> list[int]:
@@ -60,6 +57,6 @@ _found, WHY_NOT = _load()
 """Why there is no core; empty if there is one."""
 
 
-def compiled_core(wanted: bool = True) -> "type[Core] | None":
+def compiled_core(wanted: bool = True) -> ModuleType | None:
     """The core, if there is one and it is `wanted`."""
     return _found if wanted else None

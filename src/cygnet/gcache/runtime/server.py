@@ -109,11 +109,7 @@ class Server:
         name = options.server_id or f"{options.host}:{self.port}"
         cluster = Cluster() if options.cluster is None else Cluster(options.cluster.name, name, folder)
         uploads = Uploads(self.cache)
-        if self._index is not None:
-            self.cache.memory.got_elsewhere = self._index.totals
-            cluster.answers_now = self._index.answer_epoch
-            if options.cluster is None:
-                self._index.answer_all()
+        self._share_index(cluster)
         self._node = None if options.cluster is None else self._join(options.cluster, cluster, uploads, shared)
         self.service = Service(
             cache=self.cache,
@@ -148,6 +144,13 @@ class Server:
             except BaseException:
                 self.close()
                 raise
+
+    def _share_index(self, cluster: Cluster) -> None:
+        if self._index is not None:
+            self.cache.memory.got_elsewhere = self._index.totals
+            cluster.answers_now = self._index.answer_epoch
+            if self.options.cluster is None:
+                self._index.answer_all()
 
     def _join(self, options: ClusterOptions, cluster: Cluster, uploads: Uploads, shared: SharedMemory) -> Node:
         me = ClusterServer(

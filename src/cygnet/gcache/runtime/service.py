@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from cygnet.gcache.membership import View
 from cygnet.gcache.runtime.cache import Cache
@@ -11,9 +11,6 @@ from cygnet.gcache.runtime.greeting import ServerInfo
 from cygnet.gcache.runtime.shared_index import SharedIndex
 from cygnet.gcache.runtime.uploads import Uploads
 from cygnet.gcache.runtime.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core
 
 DEFAULT_BUDGET_S = 10.0
 """Of a request that does not say how much time it has."""
@@ -34,5 +31,5 @@ class Service:
     """Have a server of the cluster drained, or kept. Raises `CygnetError`."""
     stats: Callable[[], dict[str, object]]
     index: SharedIndex | None = None
-    core: "type[Core] | None" = None
+    core: ModuleType | None = None
     """Compiled loops, if they are to be used."""

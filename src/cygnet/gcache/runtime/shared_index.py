@@ -17,6 +17,7 @@ import os
 import threading
 from pathlib import Path
 from struct import Struct
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from cygnet.gcache.arena import ArenaMemory, Entry
@@ -25,7 +26,7 @@ from cygnet.gcache.record import PAGE, unpack_arena_head
 from cygnet.gcache.runtime.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core
+    from cygnet.gcache.runtime._core import Table
 
 INDEX = "index"
 MAGIC, VERSION = int.from_bytes(b"CYGNETix", "little"), 1
@@ -45,7 +46,7 @@ def index_bytes(num_slots: int, num_buckets: int, num_blocks: int) -> int:
 class SharedArenaMemory(ArenaMemory):
     """An arena's memory whose objects others find through a table, and may hold in place."""
 
-    def __init__(self, view: memoryview, table: "Core.Table", max_held: int) -> None:
+    def __init__(self, view: memoryview, table: "Table", max_held: int) -> None:
         super().__init__(view)
         self._table = table
         self._max_held = max_held
@@ -98,7 +99,7 @@ class SharedArenaMemory(ArenaMemory):
 class SharedIndex:
     """A server's index of its arena, and the blocks of its connections. Thread-safe."""
 
-    def __init__(self, core: "type[Core]", shared: SharedMemory, limits: Limits) -> None:
+    def __init__(self, core: ModuleType, shared: SharedMemory, limits: Limits) -> None:
         self.path = shared.folder / INDEX
         head = unpack_arena_head(shared.memory.view[:PAGE])
         assert head is not None
@@ -164,7 +165,7 @@ class SharedIndex:
             self.table.beat()
 
 
-def open_index(core: "type[Core] | None", shared: SharedMemory, limits: Limits) -> SharedIndex | None:
+def open_index(core: ModuleType | None, shared: SharedMemory, limits: Limits) -> SharedIndex | None:
     """A new index for that arena, which is to be used through its memory from now on; `None` where that can't be."""
     path = shared.folder / INDEX
     if core is None:
@@ -179,7 +180,7 @@ def open_index(core: "type[Core] | None", shared: SharedMemory, limits: Limits) 
     return index
 
 
-def attach_index(path: Path, core: "type[Core]", arena: memoryview) -> "Core.Table | None":
+def attach_index(path: Path, core: ModuleType, arena: memoryview) -> "Table | None":
     """The index of a running server, for an arena that is mapped; `None` when it can't be used."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

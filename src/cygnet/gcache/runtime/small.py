@@ -132,12 +132,13 @@ def _take_gots(channel: Channel, request_id: int, keys: list[bytes], views: list
     wire = channel.wire
     assert wire.core is not None
     taken = wire.core.take_gots(wire.fd, request_id, keys, views, verify, wire.take_read())
-    if isinstance(taken, bytes):
-        return taken
     if taken is None:
         raise ProtocolError("an answer to GET with other objects than were asked for")
     wire.sent(taken is not False)
-    wire.unread(taken[0])
+    items, read = taken
+    wire.unread(read)
+    if items is not None:
+        return bytes(items)
     channel.receive(request_id, Op.GET)
     raise ProtocolError("an answer to GET with another number of objects")
 

@@ -1,15 +1,12 @@
 """Storing many whole objects of one frame, of one chunk at most: taken in together, then put where they belong."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from cygnet.gcache.arena import Entry
 from cygnet.gcache.protocol import ROUTED, FrameHead, Item, Put, unpack_number
 from cygnet.gcache.record import checksums, pack_sums
 from cygnet.gcache.runtime.cache import Cache
-
-if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core
 
 
 def put_small(cache: Cache, puts: Sequence[Put], data: memoryview, deadline: float) -> list[Item]:
@@ -40,7 +37,7 @@ def put_small(cache: Cache, puts: Sequence[Put], data: memoryview, deadline: flo
 
 
 def put_compiled(
-    cache: Cache, core: "type[Core]", head: FrameHead, meta: bytes, data: memoryview, deadline: float
+    cache: Cache, core: ModuleType, head: FrameHead, meta: bytes, data: memoryview, deadline: float
 ) -> list[Item] | None:
     """The same for a frame as it came; `None`: it has others too, and nothing was done."""
     root, rest = unpack_number(meta) if head.code & ROUTED else (0, meta)

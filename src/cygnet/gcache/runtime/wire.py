@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -17,7 +18,7 @@ from cygnet.gcache.protocol import HEAD_BYTES, FrameHead, unpack_head
 from cygnet.gcache.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from cygnet.gcache.runtime import _core as Core
+    from cygnet.gcache.runtime._core import Table
 
 BUFFER_BYTES = 4096
 SERVER_BUFFER_BYTES = 32 << 10
@@ -78,7 +79,7 @@ class Wire:
     be closed.
     """
 
-    def __init__(self, sock: socket.socket, magic: bytes, watchdog: Watchdog, core: "type[Core] | None" = None) -> None:
+    def __init__(self, sock: socket.socket, magic: bytes, watchdog: Watchdog, core: ModuleType | None = None) -> None:
         self.sock = sock
         self.core = core
         """Compiled loops, if they are to be used."""
@@ -146,7 +147,7 @@ class Wire:
             self._fill(HEAD_BYTES, max(HEAD_BYTES, min(expected, BUFFER_BYTES)))
         return self._buffer[self._begin : self._end]
 
-    def serve_gets(self, table: "Core.Table", block: int, timeout_ms: int) -> None:
+    def serve_gets(self, table: "Table", block: int, timeout_ms: int) -> None:
         """Answer GETs of what the table finds, until something else has come, which `peek` then shows."""
         if self._buffer.nbytes < SERVER_BUFFER_BYTES:
             wider = memoryview(bytearray(SERVER_BUFFER_BYTES))
@@ -161,7 +162,7 @@ class Wire:
         self._begin, self._end = span
 
     def get_one(
-        self, core: "type[Core]", request: bytes, request_id: int, value: memoryview, seed: int, *, verify: bool
+        self, core: ModuleType, request: bytes, request_id: int, value: memoryview, seed: int, *, verify: bool
     ) -> int | None:
         """Ask for all of an object of one chunk, and take it in; its outcome, an `Item`.
 
@@ -173,7 +174,7 @@ class Wire:
             raise self._ended() if self.expired else error from None
 
     def put_one(
-        self, core: "type[Core]", head: bytes, request_id: int, value: memoryview, seed: int | None
+        self, core: ModuleType, head: bytes, request_id: int, value: memoryview, seed: int | None
     ) -> int | None:
         """Store an object of one chunk, with a seed its checksum behind it; the rest is as for `get_one`."""
         try:
@@ -188,7 +189,7 @@ class Wire:
             raise self._ended()
         return item
 
-    def send_hashed(self, head: bytes, values: Sequence[tuple[memoryview, int]], core: "type[Core]") -> None:
+    def send_hashed(self, head: bytes, values: Sequence[tuple[memoryview, int]], core: ModuleType) -> None:
         """Send a head, chunks, and then the checksum of each chunk, made while it is on its way."""
         views, seeds = [view for view, _ in values], [seed for _, seed in values]
         try:
@@ -263,7 +264,7 @@ class Wire:
                 got -= pieces[at].take(got)
                 at += pieces[at].is_full
 
-    def _read_compiled(self, core: "type[Core]", pieces: Sequence[Piece]) -> None:
+    def _read_compiled(self, core: ModuleType, pieces: Sequence[Piece]) -> None:
         at = done = 0
         while at < len(pieces) and self._begin < self._end:  # what was read ahead
             view = pieces[at].view

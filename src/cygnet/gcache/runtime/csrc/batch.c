@@ -109,6 +109,7 @@ static PyObject *send_gets(PyObject *module, PyObject *args) {
 typedef struct {
     uint8_t *data; /* head and metas, and what of the body came with them */
     size_t have, room;
+    size_t surplus_at; /* from here on it is of the next answer */
     uint8_t status[MAX_KEYS];
     const uint8_t *sums[MAX_KEYS];
 } Answer;
@@ -127,7 +128,7 @@ static int receive_until(int fd, Answer *a, size_t needed) {
 
 static int scatter(int fd, Answer *a, Objects *o, size_t at) {
     struct iovec parts[MAX_KEYS];
-    size_t count = 0, read_ahead = a->have - at;
+    size_t count = 0, read_ahead = a->surplus_at - at;
     for (Py_ssize_t i = 0; i < o->count; i++) {
         if (a->status[i] != 0) continue;
         size_t size = (size_t)o->values[i].len, here = read_ahead < size ? read_ahead : size;
@@ -183,16 +184,17 @@ static int take(int fd, Answer *a, Objects *o, uint64_t request_id, int verify) 
         at += 8 * chunks;
         body += size;
     }
-    if (at != end || body != load64(a->data + 32) || a->have - at > body) return NONSENSE;
+    if (at != end || body != load64(a->data + 32)) return NONSENSE;
+    a->surplus_at = a->have - at > body ? at + (size_t)body : a->have;
     done = scatter(fd, a, o, at);
     for (Py_ssize_t i = 0; verify && done == TAKEN && i < o->count; i++)
         if (a->status[i] == 0 && o->values[i].len && sum_of(o, i) != load64(a->sums[i])) a->status[i] = TORN;
     return done;
 }
 
-/* take_gots(fd, request_id, keys, views, verify, read) -> bytes | (bytes,) | False | None: an item for each key, TORN where
- * the bytes are not its own; or what has come so far of another answer; or it is closed; or it is nonsense. `read` has
- * come already. Values have one chunk at most. */
+/* take_gots(fd, request_id, keys, views, verify, read) -> (items, read) | (None, read) | False | None: an item for each key, TORN
+ * where the bytes are not its own, and what has come of the next answer; or what has come so far of another answer; or it
+ * is closed; or it is nonsense. `read` has come already. Values have one chunk at most. */
 static PyObject *take_gots(PyObject *module, PyObject *args) {
     int fd, verify;
     unsigned long long request_id;
@@ -219,8 +221,10 @@ static PyObject *take_gots(PyObject *module, PyObject *args) {
         if (done < 0) PyErr_SetFromErrno(PyExc_OSError);
         else if (done == CLOSED) result = Py_NewRef(Py_False);
         else if (done == NONSENSE) result = Py_NewRef(Py_None);
-        else if (done == OTHER) result = Py_BuildValue("(y#)", a->data, (Py_ssize_t)a->have);
-        else result = PyBytes_FromStringAndSize((const char *)a->status, o->count);
+        else if (done == OTHER) result = Py_BuildValue("(Oy#)", Py_None, a->data, (Py_ssize_t)a->have);
+        else
+            result = Py_BuildValue("(y#y#)", a->status, o->count, a->data + a->surplus_at,
+                                   (Py_ssize_t)(a->have - a->surplus_at));
     }
     if (a != NULL) PyMem_Free(a->data);
     PyMem_Free(a);
