@@ -9,6 +9,7 @@ writes makes a crash at any point harmless:
     reuse      the stamp's generation rises, then the memory is given to another object
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -72,6 +73,13 @@ class ArenaMemory:
         self.write(PAGE + entry.slot * SLOT_BYTES + 8, pack_words(words))
         self.set_word(entry.slot, 0, entry.stamp)
         self.show(entry.slot, entry.key)
+
+    def retire(self, entry: "Entry") -> bool:
+        """Write that its slot's object is dead; whether someone reads it who did not ask."""
+        self.set_word(entry.slot, 0, entry.generation << 2 | State.DEAD)
+        if entry.verified:
+            self.hide(entry.slot, entry.key)
+        return self.is_read(entry.slot)
 
     # --- those who do not ask
 
@@ -192,7 +200,8 @@ class Arena:
         """The same."""
         self._read: set[Entry] = set()
         """Pinned once because others read them without having asked, when that was last looked at."""
-        self._generations = np.zeros(self.shape.num_slots, np.uint64)
+        self._generations = array("Q")
+        """Of each slot."""
         self._version = 0
         self.damaged = 0
         """Slots that were dropped at opening because they or their records were damaged."""
@@ -262,7 +271,7 @@ class Arena:
         if start is None:
             return None
         slot = self._free_slots.pop()
-        entry = Entry(key, places, value_bytes, expiry_ns, slot, int(self._generations[slot]), start, root)
+        entry = Entry(key, places, value_bytes, expiry_ns, slot, self._generations[slot], start, root)
         entry.pins = 1
         self._by_start[start] = self._by_slot[slot] = entry
         return entry
@@ -298,10 +307,9 @@ class Arena:
         if self._index.get(entry.key) is entry:
             del self._index[entry.key]
         entry.state = State.DEAD
-        self.memory.set_word(entry.slot, 0, entry.generation << 2 | State.DEAD)
-        if entry.verified:
-            self.memory.hide(entry.slot, entry.key)
-        self._release(entry)
+        is_read = self.memory.retire(entry)
+        if not entry.pins:
+            self._free(entry, is_read=is_read)
 
     def was_checked(self, entry: Entry) -> None:
         """The value of an entry that an earlier process has left is whole."""
@@ -369,9 +377,11 @@ class Arena:
         return old
 
     def _release(self, entry: Entry) -> None:
-        if entry.pins or entry.state is not State.DEAD:
-            return
-        if self.memory.is_read(entry.slot):  # by someone who found it before it was dead
+        if not entry.pins and entry.state is State.DEAD:
+            self._free(entry, is_read=self.memory.is_read(entry.slot))
+
+    def _free(self, entry: Entry, *, is_read: bool) -> None:
+        if is_read:  # by someone who found it before it was dead
             self._read.add(entry)
             entry.pins = 1
             return
@@ -392,7 +402,7 @@ class Arena:
         table = np.frombuffer(self.memory.view[PAGE : PAGE + shape.num_slots * SLOT_BYTES], "<u8")
         table = table.reshape(shape.num_slots, SLOT_WORDS)
         states = table[:, 0] & 3
-        self._generations[:] = table[:, 0] >> 2
+        self._generations = array("Q", (table[:, 0] >> 2).tobytes())
         taken = np.flatnonzero(states == State.COMMITTED)
         taken = taken[np.argsort(table[taken, 1], kind="stable")]
         end = 0

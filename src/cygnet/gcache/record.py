@@ -170,6 +170,8 @@ def unpack_record(memory: memoryview) -> Record | None:
 
 def pack_sums(sums: Sequence[int]) -> bytes:
     """Checksums as records and frames have them."""
+    if len(sums) == 1:
+        return sums[0].to_bytes(8, "little")
     return pack(f"<{len(sums)}Q", *sums)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from cygnet.gcache.arena import ArenaMemory, Entry
 from cygnet.gcache.limits import Limits
-from cygnet.gcache.record import PAGE, unpack_arena_head
+from cygnet.gcache.record import PAGE, State, unpack_arena_head
 from cygnet.gcache.runtime.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class SharedArenaMemory(ArenaMemory):
             entry.key,
             sums,
         )
+
+    def retire(self, entry: Entry) -> bool:
+        return self._table.retire(entry.slot, entry.generation << 2 | State.DEAD, entry.key if entry.verified else b"")
 
     def show(self, slot: int, key: bytes) -> None:
         self._table.show(slot, key)

@@ -244,22 +244,40 @@ static void close_hole(Table *table, uint64_t hole) {
     __atomic_store_n(&table->buckets[hole], 0, __ATOMIC_RELEASE);
 }
 
+static void remove_key(Table *table, uint64_t slot, const void *key, size_t key_bytes) {
+    uint64_t tag = hashing.whole(key, key_bytes, 0) >> 32, gone = tag << 32 | (slot + 1);
+    for (uint64_t at = tag & table->mask; table->buckets[at] != 0; at = (at + 1) & table->mask)
+        if (table->buckets[at] == gone) {
+            close_hole(table, at);
+            return;
+        }
+}
+
 static PyObject *hide(PyObject *self, PyObject *args) {
-    Table *table = (Table *)self;
     unsigned long long slot;
     Py_buffer key;
     if (!PyArg_ParseTuple(args, "Ky*", &slot, &key)) return NULL;
-    uint64_t tag = hashing.whole(key.buf, (size_t)key.len, 0) >> 32;
+    remove_key((Table *)self, slot, key.buf, (size_t)key.len);
     PyBuffer_Release(&key);
-    uint64_t gone = tag << 32 | (slot + 1);
-    for (uint64_t at = tag & table->mask, tries = 0; tries <= table->mask; at = (at + 1) & table->mask, tries++) {
-        if (table->buckets[at] == 0) break;
-        if (table->buckets[at] == gone) {
-            close_hole(table, at);
-            break;
-        }
-    }
     Py_RETURN_NONE;
+}
+
+/* retire(slot, stamp, key) -> bool: write its dead stamp, hide it (unless the key is empty); whether someone holds it. */
+static PyObject *retire(PyObject *self, PyObject *args) {
+    Table *table = (Table *)self;
+    unsigned long long slot, stamp;
+    Py_buffer key;
+    if (!PyArg_ParseTuple(args, "KKy*", &slot, &stamp, &key)) return NULL;
+    if (check_slot(table, slot) < 0) {
+        PyBuffer_Release(&key);
+        return NULL;
+    }
+    __atomic_store_n(words_of(table, slot), (uint64_t)stamp, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (key.len) remove_key(table, slot, key.buf, (size_t)key.len);
+    PyBuffer_Release(&key);
+    uint64_t wanted = slot;
+    return PyBool_FromLong(each_held(table, clock_ns(CLOCK_MONOTONIC), is_slot, &wanted));
 }
 
 static PyObject *shown(PyObject *self, PyObject *unused) {
@@ -466,6 +484,7 @@ static PyMethodDef table_methods[] = {
     {"set_stamp", set_stamp, METH_VARARGS, "Write word 0 of a slot, with a full fence behind it."},
     {"show", show, METH_VARARGS, "Have a slot found by its key."},
     {"publish", publish, METH_VARARGS, "Have a slot's object, whose value is in place, found."},
+    {"retire", retire, METH_VARARGS, "Have a dead slot found no more; whether someone holds it."},
     {"hide", hide, METH_VARARGS, "Have it found no more."},
     {"shown", shown, METH_NOARGS, "Slots that are found, for audits."},
     {"is_held", is_held, METH_VARARGS, "Whether someone holds a slot in place."},
