@@ -57,6 +57,11 @@ class ArenaMemory:
         """Write one word of a slot, at once."""
         self._words[slot * SLOT_WORDS + word] = value
 
+    def fill(self, spans: list[tuple[int, int, int]], data: memoryview) -> None:
+        """Copy values from `data`; each span is where it goes, where it begins, and its size."""
+        for offset, begin, size in spans:
+            self.view[offset : offset + size] = data[begin : begin + size]
+
     def stamp(self, slot: int) -> int:
         """Word 0 of a slot."""
         return self._words[slot * SLOT_WORDS]

@@ -123,8 +123,13 @@ class Cache:
         now_ns, namespaces = self.memory.wall_ns(), self.memory.namespaces
         places: list[Entry | None] = []
         with self.memory.lock:
+            plain = not namespaces.any and not self._closing
+            largest, longest = self.limits.max_value_bytes, self.limits.max_key_bytes
             for put in puts:
-                fits = self._refused(put.key, put.value_bytes) is None and not self._closing
+                if plain:
+                    fits = put.value_bytes <= largest and len(put.key) <= longest
+                else:
+                    fits = self._refused(put.key, put.value_bytes) is None and not self._closing
                 ttl_ms = namespaces.limits_of(put.key).ttl_of(put.ttl_ms) if namespaces.any else put.ttl_ms
                 expiry_ns = now_ns + ttl_ms * 1_000_000 if ttl_ms else 0
                 places.append(self.arena.begin(put.key, put.value_bytes, expiry_ns, put.root) if fits else None)

@@ -57,6 +57,9 @@ class SharedArenaMemory(ArenaMemory):
         else:
             super().set_word(slot, word, value)
 
+    def fill(self, spans: list[tuple[int, int, int]], data: memoryview) -> None:
+        self._table.fill(spans, data)
+
     def publish(self, entry: Entry, sums: bytes, at: int) -> None:
         self._table.publish(
             entry.slot,

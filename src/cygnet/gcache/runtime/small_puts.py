@@ -47,11 +47,12 @@ def put_compiled(
     whole = [put for put in puts if put[5]]
     places = cache.reserve_all([Put(put[0], put[2], b"", 0, 0, put[3], 0, root) for put in whole], deadline)
     filled: list[tuple[Entry, list[int]]] = []
+    spans: list[tuple[int, int, int]] = []
     for (_, begin, size, _, own, _), place in zip(whole, places, strict=True):
         if isinstance(place, Entry):
-            if size:
-                cache.arena.value(place)[:] = data[begin : begin + size]
+            spans.append((cache.arena.value_offset(place), begin, size))
             filled.append((place, [own] if size else []))
+    cache.arena.memory.fill(spans, data)
     stored = iter(cache.commit_all(filled, deadline))
     ends = iter([place if isinstance(place, Item) else next(stored) for place in places])
     items = [next(ends) if put[5] else Item.TORN for put in puts]

@@ -342,6 +342,28 @@ static PyObject *clear_block(PyObject *self, PyObject *args) {
     return counted;
 }
 
+/* fill(spans, data): copy values into the arena; each span is where it goes, where it begins, and its size. */
+static PyObject *fill(PyObject *self, PyObject *args) {
+    Table *table = (Table *)self;
+    PyObject *spans;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "O!y*", &PyList_Type, &spans, &data)) return NULL;
+    uint64_t arena_bytes = (uint64_t)table->arena_buffer.len, data_bytes = (uint64_t)data.len;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(spans); i++) {
+        unsigned long long offset, begin, size;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(spans, i), "KKK", &offset, &begin, &size)) break;
+        if (table->arena_buffer.readonly || offset < table->data_at || offset > arena_bytes || size > arena_bytes - offset ||
+            begin > data_bytes || size > data_bytes - begin) {
+            PyErr_SetString(PyExc_ValueError, "a value that does not fit its place");
+            break;
+        }
+        memcpy(table->arena + offset, (const uint8_t *)data.buf + begin, size);
+    }
+    PyBuffer_Release(&data);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *set_answered(PyObject *self, PyObject *args) {
     unsigned long long epoch;
     if (!PyArg_ParseTuple(args, "K", &epoch)) return NULL;
@@ -484,6 +506,7 @@ static PyMethodDef table_methods[] = {
     {"set_stamp", set_stamp, METH_VARARGS, "Write word 0 of a slot, with a full fence behind it."},
     {"show", show, METH_VARARGS, "Have a slot found by its key."},
     {"publish", publish, METH_VARARGS, "Have a slot's object, whose value is in place, found."},
+    {"fill", fill, METH_VARARGS, "Copy values into the arena."},
     {"retire", retire, METH_VARARGS, "Have a dead slot found no more; whether someone holds it."},
     {"hide", hide, METH_VARARGS, "Have it found no more."},
     {"shown", shown, METH_NOARGS, "Slots that are found, for audits."},
