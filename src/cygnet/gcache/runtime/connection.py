@@ -97,10 +97,10 @@ class Connection:
         except (PeerClosedError, DeadlineError, OSError):
             pass
         finally:
+            self._wire.close()  # first: its client takes that for the end of what it holds
             if self._block is not None and self._service.index is not None:
                 self._service.index.give_back(self._block)
             self._cache.memory.end_leases(self._owner)
-            self._wire.close()
 
     def _serve_one(self) -> None:
         wire = self._wire

@@ -5,6 +5,7 @@ What is not exactly such a frame, or needs the disk, is left to `Connection`, an
 
 import time
 
+from cygnet.gcache.arena import Entry
 from cygnet.gcache.protocol import Item, Op, pack_answer
 from cygnet.gcache.quick import pack_got_one, pack_viewed_one, unpack_one, unpack_put_of_one
 from cygnet.gcache.record import chunk_seed
@@ -55,23 +56,19 @@ def _put(wire: Wire, service: Service, frame: memoryview) -> bool:
     deadline = now + (asked.budget_ms / 1000 if asked.budget_ms else DEFAULT_BUDGET_S)
     wire.arm(now + cache.limits.frame_timeout_s)
     entry = cache.reserve(asked.key, asked.value_bytes, asked.ttl_ms, deadline, asked.root)
-    if isinstance(entry, Item):
-        return False
     item, done = Item.TORN, False
     try:
         wire.skip(asked.frame_bytes)
-        pieces = [Piece(cache.arena.value(entry), chunk_seed(asked.key))]
-        tail = bytearray(asked.checksum)
-        if not tail:
-            tail = bytearray(8)
-            pieces.append(Piece(memoryview(tail), checked=False))
-        wire.read_pieces(pieces)
-        digest = pieces[0].digest
-        if digest == int.from_bytes(tail, "little"):
-            done = True
-            item = cache.commit(entry, [digest], deadline)
+        target = cache.arena.value(entry) if isinstance(entry, Entry) else memoryview(bytearray(asked.value_bytes))
+        value, tail = Piece(target, chunk_seed(asked.key)), bytearray(asked.checksum or 8)
+        wire.read_pieces([value] if asked.checksum else [value, Piece(memoryview(tail), checked=False)])
+        done = isinstance(entry, Entry) and value.digest == int.from_bytes(tail, "little")
+        if isinstance(entry, Item):
+            item = entry
+        elif done:
+            item = cache.commit(entry, [value.digest], deadline)
     finally:
-        if not done:
+        if isinstance(entry, Entry) and not done:
             cache.abandon(entry)
     cache.counts.put(item)
     wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
