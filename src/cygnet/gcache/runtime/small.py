@@ -123,7 +123,7 @@ def _send_gets(channel: Channel, keys: list[bytes], views: list[memoryview]) -> 
     """Ask for whole objects of one chunk at most, of these sizes; needs the core. Returns the request's id."""
     request_id, wire = channel.next_id(), channel.wire
     assert wire.core is not None
-    wire.sent(wire.core.send_gets(wire.fd, request_id, channel.epoch, channel.budget_ms(), keys, views))
+    wire.sent(wire.run(wire.core.send_gets, request_id, channel.epoch, channel.budget_ms(), keys, views))
     return request_id
 
 
@@ -131,7 +131,7 @@ def _take_gots(channel: Channel, request_id: int, keys: list[bytes], views: list
     """The answer to `send_gets`: an `Item` for each object."""
     wire = channel.wire
     assert wire.core is not None
-    taken = wire.core.take_gots(wire.fd, request_id, keys, views, verify, wire.take_read())
+    taken = wire.run(wire.core.take_gots, request_id, keys, views, verify, wire.take_read())
     if taken is None:
         raise ProtocolError("an answer to GET with other objects than were asked for")
     wire.sent(taken is not False)
@@ -148,5 +148,5 @@ def _send_puts(channel: Channel, keys: list[bytes], views: list[memoryview], ttl
     request_id, wire = channel.next_id(), channel.wire
     assert wire.core is not None
     budget_ms = channel.budget_ms()
-    wire.sent(wire.core.send_puts(wire.fd, request_id, channel.epoch, budget_ms, ttl_ms, root, keys, views))
+    wire.sent(wire.run(wire.core.send_puts, request_id, channel.epoch, budget_ms, ttl_ms, root, keys, views))
     return request_id

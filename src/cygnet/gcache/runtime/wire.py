@@ -7,9 +7,9 @@ down and nothing more is read, so nothing is written to anyone's memory afterwar
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -19,6 +19,8 @@ from cygnet.gcache.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from cygnet.gcache.runtime._core import Table
+
+T = TypeVar("T")
 
 BUFFER_BYTES = 4096
 SERVER_BUFFER_BYTES = 32 << 10
@@ -153,10 +155,7 @@ class Wire:
             wider = memoryview(bytearray(SERVER_BUFFER_BYTES))
             wider[self._begin : self._end] = self._buffer[self._begin : self._end]
             self._buffer = wider
-        try:
-            span = table.serve(self.sock.fileno(), block, self._buffer, self._begin, self._end, timeout_ms)
-        except OSError as error:
-            raise self._ended() if self.expired else error from None
+        span = self.run(table.serve, block, self._buffer, self._begin, self._end, timeout_ms)
         if span is None:
             raise self._ended()
         self._begin, self._end = span
@@ -168,19 +167,13 @@ class Wire:
 
         `None`: the answer is another, and comes next. Nothing is in the buffer before.
         """
-        try:
-            return self._item(*core.get_one(self.fd, request, request_id, value, seed, verify))
-        except OSError as error:
-            raise self._ended() if self.expired else error from None
+        return self._item(*self.run(core.get_one, request, request_id, value, seed, verify))
 
     def put_one(
         self, core: ModuleType, head: bytes, request_id: int, value: memoryview, seed: int | None
     ) -> int | None:
         """Store an object of one chunk, with a seed its checksum behind it; the rest is as for `get_one`."""
-        try:
-            return self._item(*core.put_one(self.fd, head, value, seed, request_id))
-        except OSError as error:
-            raise self._ended() if self.expired else error from None
+        return self._item(*self.run(core.put_one, head, value, seed, request_id))
 
     def _item(self, item: int | bool | None, read: bytes) -> int | None:
         if item is None:
@@ -192,17 +185,14 @@ class Wire:
     def send_hashed(self, head: bytes, values: Sequence[tuple[memoryview, int]], core: ModuleType) -> None:
         """Send a head, chunks, and then the checksum of each chunk, made while it is on its way."""
         views, seeds = [view for view, _ in values], [seed for _, seed in values]
+        self.sent(self.run(core.send_values, head, views, seeds))
+
+    def run(self, loop: Callable[..., T], *arguments: object) -> T:
+        """A compiled loop on the socket."""
         try:
-            sent = core.send_values(self.sock.fileno(), head, views, seeds)
+            return loop(self.sock.fileno(), *arguments)
         except OSError as error:
             raise self._ended() if self.expired else error from None
-        if not sent:
-            raise self._ended()
-
-    @property
-    def fd(self) -> int:
-        """Of the socket."""
-        return self.sock.fileno()
 
     def sent(self, all_: bool) -> None:
         """What a compiled loop has said: not all was sent (or received) when the peer had closed."""
@@ -280,10 +270,7 @@ class Wire:
         left = pieces[at:] if at else pieces
         views = [piece.view for piece in left]
         seeds = [piece.seed if piece.checked else None for piece in left]
-        try:
-            digests = core.read_pieces(self.sock.fileno(), views, seeds, done)
-        except OSError as error:
-            raise self._ended() if self.expired else error from None
+        digests: list[int] | None = self.run(core.read_pieces, views, seeds, done)
         if digests is None:
             raise self._ended()
         for piece, digest in zip(left, digests, strict=True):
