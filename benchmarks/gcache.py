@@ -25,9 +25,11 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -206,6 +208,14 @@ def connected(port: int, **options: object) -> Iterator[GCacheClient]:
         client.close()
 
 
+def freeze(pid: int) -> None:
+    """Stop a process; returns when all its threads have stopped, which may answer until then."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    while any(thread.read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+        time.sleep(0.0001)
+
+
 def frozen_row(port: int, pid: int) -> dict[str, float]:
     """How long after its deadline a call to a frozen server ends, in milliseconds.
 
@@ -216,14 +226,14 @@ def frozen_row(port: int, pid: int) -> dict[str, float]:
         with connected(port, same_host=False) as client:
             key = full_key(b"frozen", b"key")
             client.put(key, b"value")
-            os.kill(pid, 19)
+            freeze(pid)
             began = perf_counter()
             client.get_into(key, bytearray(5), timeout_s=0.2)
             late.append((perf_counter() - began - 0.2) * 1e3)
             began = perf_counter()
             client.get_into(key, bytearray(5), timeout_s=0.2)
             after = (perf_counter() - began) * 1e3
-            os.kill(pid, 18)
+            os.kill(pid, signal.SIGCONT)
     return {"late_ms_median": median(late), "late_ms_worst": max(late), "next_call_ms": after}
 
 
