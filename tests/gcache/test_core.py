@@ -114,7 +114,10 @@ class relay:
                             break
                         far.sendall(request)
                         answer = self._frame(far)
-                        near.sendall(damaged(answer, self._chance) if turn and self._chance.random() < 0.5 else answer)
+                        if turn and self._chance.random() < 0.5:
+                            near.sendall(damaged(answer, self._chance))
+                            break
+                        near.sendall(answer)
                 except OSError:
                     continue
 
