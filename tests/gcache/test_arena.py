@@ -69,7 +69,7 @@ def put(arena: Arena, key: bytes, value: bytes) -> Entry | None:
     """Put an object, as the server does; returns its entry."""
     entry = arena.begin(key, len(value))
     if entry is not None:
-        arena._memory.write(arena.value_offset(entry), value)
+        arena.memory.write(arena.value_offset(entry), value)
         arena.commit(entry, checksums(key, value))
     return entry
 

@@ -116,6 +116,43 @@ def test_values_of_all_sizes(options: dict[str, object]) -> None:
         assert sdk.audit() == []
 
 
+@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize(("of_server", "of_client"), [(False, False), (False, True), (True, False), (True, True)])
+def test_with_and_without_the_compiled_core(of_server: bool, of_client: bool, same_host: bool) -> None:
+    """Either end may have it. Small and large objects, empty ones, slices in frames with small ones, and misses."""
+    sizes = [*range(0, 700, 7), *[100_000] * 20, 300_000, CHUNK_BYTES, CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 1, 0, 3, 9]
+    route = Route(b"session", 3)
+    with (
+        server(64 * MIB, mean_object_bytes=1024, compiled=of_server) as running,
+        client(running.port, same_host=same_host, compiled=of_client) as sdk,
+    ):
+        names = [key(number) for number in range(len(sizes))]
+        for turn in range(2):
+            values = [os.urandom(size) for size in sizes]
+            routed = {"route": route} if turn else {}
+            assert sdk.batch_put(names, values, **routed) == [Outcome.OK] * len(sizes)  # type: ignore[arg-type]
+            into = [bytearray(size) for size in sizes]
+            assert sdk.batch_get_into(names, into) == [Outcome.OK] * len(sizes)
+            assert into == values
+        for name, value in zip(names[90:], values[90:], strict=True):
+            assert sdk.put(name, value[::-1], route=route) is Outcome.OK
+            fresh = bytearray(len(value))
+            assert sdk.get_into(name, fresh) is Outcome.OK
+            assert fresh == value[::-1]
+            view = sdk.view(name)
+            assert (isinstance(view, View) and view.data == fresh) or not same_host
+        root = running.cache.arena.find(names[91])
+        assert root is not None
+        assert root.root > 0
+        sdk.remove(names[::2])
+        outcomes = sdk.batch_get_into(names, [bytearray(size) for size in sizes])
+        assert outcomes == [Outcome.OK if at % 2 else Outcome.MISS for at in range(len(names))]
+        assert sdk.put(key("too large"), bytes(80 * MIB)) is Outcome.FULL
+        too_long = [key("x" * 2000), key(1)]
+        assert sdk.batch_put(too_long, [b"v", b"w"]) == [Outcome.FULL, Outcome.OK]
+        assert sdk.audit() == []
+
+
 def test_many_small_keys_in_one_call() -> None:
     with server(mean_object_bytes=1024) as running:
         for same_host in (True, False):
@@ -141,6 +178,7 @@ def test_a_batch_of_good_missing_and_damaged_objects(options: dict[str, object])
             assert entry is not None
             running.cache.arena.value(entry)[5] ^= 1
             entry.verified = False
+            running.cache.arena.memory.hide(entry.slot, entry.key)
         into = [bytearray(b"x" * 300) for _ in keys]
         outcomes = sdk.batch_get_into(keys, into)
         for number, (outcome, value) in enumerate(zip(outcomes, into, strict=True)):
@@ -440,12 +478,12 @@ def test_a_view_beyond_the_arena_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def far_one(request_id: int, epoch: int, slot: int, offset: int, *rest: int) -> bytes:
         return pack_viewed_one(request_id, epoch, slot, 1 << 40, *rest)  # type: ignore[call-arg]
 
-    with server() as running, client(running.port) as sdk:
+    with server() as running, client(running.port, compiled=False) as sdk:
         sdk.put(key(1), b"abc")
         monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed", far)
-        monkeypatch.setattr("cygnet.gcache.runtime.connection.pack_viewed_one", far_one)
+        monkeypatch.setattr("cygnet.gcache.runtime.shortcuts.pack_viewed_one", far_one)
         assert sdk.batch_view([key(1), key(1)]) == [Outcome.FAILED] * 2
-    with server() as running, client(running.port) as sdk:
+    with server() as running, client(running.port, compiled=False) as sdk:
         sdk.put(key(1), b"abc")
         assert sdk.view(key(1)) is Outcome.FAILED
 

@@ -22,6 +22,7 @@ from cygnet.gcache.record import (
     num_chunks,
     pack_arena_head,
     pack_prefix,
+    pack_sums,
     slot_checksum,
     split_key,
     unpack_arena_head,
@@ -34,7 +35,7 @@ VALUE = bytes(range(256)) * 4
 
 
 def record_of(key: bytes, value: bytes, version: int = 7, expiry_ns: int = 0) -> bytearray:
-    prefix, _ = pack_prefix(key, len(value), checksums(key, value), version, expiry_ns)
+    prefix, _ = pack_prefix(key, len(value), pack_sums(checksums(key, value)), version, expiry_ns)
     places = layout(len(key), len(value))
     return bytearray(prefix + value + bytes(places.record_bytes - len(prefix) - len(value)))
 

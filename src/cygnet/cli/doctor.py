@@ -104,6 +104,15 @@ def _kernels(machine: "Machine", config: Config) -> Iterator[Check]:
         yield Check("cpu kernels", "warn", text, "pip install 'cygnet[cpu]' (or make install)")
 
 
+def _gcache(machine: "Machine", config: Config) -> Iterator[Check]:
+    if machine.gcache_core is None:
+        yield Check("gcache core", "ok", "compiled: gets and puts do without the interpreter")
+    else:
+        text = f"gcache runs in Python alone: {machine.gcache_core}; small objects take several times as long"
+        remedy = "install a C compiler (Debian: build-essential), then Cygnet anew (make install, or pip install)"
+        yield Check("gcache core", "warn", text, remedy)
+
+
 def _threads(machine: "Machine", config: Config) -> Iterator[Check]:
     limits = []
     if machine.usable_cpus < machine.cpus:
@@ -244,6 +253,7 @@ _JUDGES: tuple[Callable[["Machine", Config], Iterator[Check]], ...] = (
     _kernel,
     _gpu,
     _install,
+    _gcache,
     _weight_cache,
     _port,
 )

@@ -73,6 +73,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     torch: TorchBuild | None
     extras: dict[str, bool]
     """The package's optional parts, and whether all of each is installed."""
+    gcache_core: str | None
+    """Why GCache does without its compiled core; `None`: it has it."""
     weight_cache: CacheFolder
     """Where assembled weights are kept."""
     port_user: str | None
@@ -111,9 +113,16 @@ def read_machine(host: str, port: int, root: Path = Path("/")) -> Machine:
         gpus=_gpus(),
         torch=_torch(),
         extras=_extras(),
+        gcache_core=_gcache_core(),
         weight_cache=_weight_cache(),
         port_user=_port_user(host, port),
     )
+
+
+def _gcache_core() -> str | None:
+    from cygnet.gcache.runtime.compiled import WHY_NOT
+
+    return WHY_NOT or None
 
 
 def _read(path: Path) -> str | None:

@@ -9,6 +9,7 @@ writes makes a crash at any point harmless:
     reuse      the stamp's generation rises, then the memory is given to another object
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -27,6 +28,7 @@ from cygnet.gcache.record import (
     layout,
     num_chunks,
     pack_prefix,
+    pack_sums,
     pack_words,
     slot_checksum,
     unpack_arena_head,
@@ -37,7 +39,11 @@ Words = tuple[int, ...]
 
 
 class ArenaMemory:
-    """The arena's bytes. The index changes them through these two methods only; tests stop in between."""
+    """The arena's bytes. The index changes them through `write` and `set_word` only; tests stop in between.
+
+    Others may read them too. Those that ask the server first have what they read pinned; where they need not ask
+    (`gcache.runtime.shared_index`), they are told here what can be found, and tell what they read.
+    """
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
@@ -51,9 +57,65 @@ class ArenaMemory:
         """Write one word of a slot, at once."""
         self._words[slot * SLOT_WORDS + word] = value
 
+    def fill(self, spans: list[tuple[int, int, int]], data: memoryview) -> None:
+        """Copy values from `data`; each span is where it goes, where it begins, and its size."""
+        for offset, begin, size in spans:
+            self.view[offset : offset + size] = data[begin : begin + size]
+
     def stamp(self, slot: int) -> int:
         """Word 0 of a slot."""
         return self._words[slot * SLOT_WORDS]
+
+    def publish(self, entry: "Entry", sums: bytes, at: int) -> None:
+        """Write the head of a record whose value is in place and whose first byte is `at`, its slot, then its stamp."""
+        prefix, checksum = pack_prefix(entry.key, entry.value_bytes, sums, entry.version, entry.expiry_ns, entry.root)
+        self.write(at, prefix)
+        self.publish_slot(entry, checksum)
+
+    def publish_slot(self, entry: "Entry", checksum: int) -> None:
+        """The same for a record whose head is in place too."""
+        words = (entry.start, entry.units, len(entry.key), entry.value_bytes, entry.version, checksum)
+        self.write(PAGE + entry.slot * SLOT_BYTES + 8, pack_words(words))
+        self.set_word(entry.slot, 0, entry.stamp)
+        self.show(entry.slot, entry.key)
+
+    def retire(self, entry: "Entry") -> bool:
+        """Write that its slot's object is dead; whether someone reads it who did not ask."""
+        self.set_word(entry.slot, 0, entry.generation << 2 | State.DEAD)
+        if entry.verified:
+            self.hide(entry.slot, entry.key)
+        return self.is_read(entry.slot)
+
+    # --- those who do not ask
+
+    def show(self, slot: int, key: bytes) -> None:
+        """A slot's object, committed and checked, may be found from now on."""
+
+    def hide(self, slot: int, key: bytes) -> None:
+        """It is not to be found any more."""
+
+    def shown(self) -> list[int] | None:
+        """Slots that are found; `None`: nobody finds anything without asking."""
+        return None
+
+    def is_read(self, slot: int) -> bool:
+        """Whether someone reads a slot's object."""
+        return False
+
+    def read(self) -> list[int]:
+        """Slots whose objects someone reads."""
+        return []
+
+    def take_used(self) -> list[int]:
+        """Slots whose objects were used since the last call."""
+        return []
+
+    def read_bytes(self) -> int:
+        """About how much is read in place now."""
+        return 0
+
+    def leave_to_readers(self, num_bytes: int) -> None:
+        """No more than that is to be read in place."""
 
 
 class Entry:
@@ -133,13 +195,18 @@ class Arena:
         head = unpack_arena_head(memory.view[:PAGE])
         if head is None:
             raise InvariantError("an arena was opened without its head")
-        self._memory = memory
+        self.memory = memory
         self.shape: ArenaShape = head[0]
         self.incarnation: bytes = head[1]
         self._index: dict[bytes, Entry] = {}
         self._by_start: dict[int, Entry] = {}
         """All that takes room, found or not."""
-        self._generations = np.zeros(self.shape.num_slots, np.uint64)
+        self._by_slot: dict[int, Entry] = {}
+        """The same."""
+        self._read: set[Entry] = set()
+        """Pinned once because others read them without having asked, when that was last looked at."""
+        self._generations = array("Q")
+        """Of each slot."""
         self._version = 0
         self.damaged = 0
         """Slots that were dropped at opening because they or their records were damaged."""
@@ -175,12 +242,12 @@ class Arena:
     def value(self, entry: Entry) -> memoryview:
         """Its value's memory. Pin the entry while it is used."""
         at = self.value_offset(entry)
-        return self._memory.view[at : at + entry.value_bytes]
+        return self.memory.view[at : at + entry.value_bytes]
 
     def record(self, entry: Entry) -> memoryview:
         """Its whole record's memory."""
         at = self.shape.data_at + entry.start * GRANULE
-        return self._memory.view[at : at + entry.num_bytes]
+        return self.memory.view[at : at + entry.num_bytes]
 
     def sums(self, entry: Entry, first: int = 0, count: int | None = None) -> bytes:
         """Packed checksums of `count` chunks (default: all) from `first` on."""
@@ -209,18 +276,18 @@ class Arena:
         if start is None:
             return None
         slot = self._free_slots.pop()
-        entry = Entry(key, places, value_bytes, expiry_ns, slot, int(self._generations[slot]), start, root)
+        entry = Entry(key, places, value_bytes, expiry_ns, slot, self._generations[slot], start, root)
         entry.pins = 1
-        self._by_start[start] = entry
+        self._by_start[start] = self._by_slot[slot] = entry
         return entry
 
     def commit(self, entry: Entry, sums: Sequence[int]) -> Entry | None:
         """From now on `entry`, whose value is in place, is found. Returns what it replaces, already dead."""
         self._version += 1
-        prefix, checksum = pack_prefix(entry.key, entry.value_bytes, sums, self._version, entry.expiry_ns, entry.root)
-        self._memory.write(self.shape.data_at + entry.start * GRANULE, prefix)
         entry.verified = True
-        return self._publish(entry, self._version, checksum)
+        entry.version, entry.state = self._version, State.COMMITTED
+        self.memory.publish(entry, pack_sums(sums), self.shape.data_at + entry.start * GRANULE)
+        return self._found(entry)
 
     def commit_record(self, entry: Entry, record: Record) -> Entry | None:
         """Like `commit`, for a whole record that a lower tier has filled in: of this key, and as long as the room."""
@@ -228,7 +295,9 @@ class Arena:
         entry.root = record.root
         self._version = max(self._version, record.version)
         entry.verified = entry.clean = True
-        return self._publish(entry, record.version, record.checksum)
+        entry.version, entry.state = record.version, State.COMMITTED
+        self.memory.publish_slot(entry, record.checksum)
+        return self._found(entry)
 
     def abort(self, entry: Entry) -> None:
         """Give up an entry that is being filled; its writer's pin with it."""
@@ -243,8 +312,33 @@ class Arena:
         if self._index.get(entry.key) is entry:
             del self._index[entry.key]
         entry.state = State.DEAD
-        self._memory.set_word(entry.slot, 0, entry.generation << 2 | State.DEAD)
-        self._release(entry)
+        is_read = self.memory.retire(entry)
+        if not entry.pins:
+            self._free(entry, is_read=is_read)
+
+    def was_checked(self, entry: Entry) -> None:
+        """The value of an entry that an earlier process has left is whole."""
+        entry.verified = True
+        if entry.state is State.COMMITTED:
+            self.memory.show(entry.slot, entry.key)
+
+    def look_for_readers(self) -> None:
+        """Pin what others read without having asked, and nothing else for them."""
+        now = {entry for slot in self.memory.read() if (entry := self._by_slot.get(slot)) is not None}
+        for entry in now - self._read:
+            entry.pins += 1
+        over, self._read = self._read - now, now
+        for entry in over:
+            self.unpin(entry)
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether something is pinned for them."""
+        return bool(self._read)
+
+    def used_elsewhere(self) -> list[Entry]:
+        """What others have used without having asked since this was last called."""
+        return [entry for slot in self.memory.take_used() if (entry := self._by_slot.get(slot)) is not None]
 
     def pin(self, entry: Entry) -> None:
         """Keep its bytes in place."""
@@ -279,12 +373,7 @@ class Arena:
                     left = other
         return chosen if right - left >= wanted else None
 
-    def _publish(self, entry: Entry, version: int, checksum: int) -> Entry | None:
-        memory, slot = self._memory, entry.slot
-        words = (entry.start, entry.units, len(entry.key), entry.value_bytes, version, checksum)
-        memory.write(PAGE + slot * SLOT_BYTES + 8, pack_words(words))
-        entry.version, entry.state = version, State.COMMITTED
-        memory.set_word(slot, 0, entry.stamp)
+    def _found(self, entry: Entry) -> Entry | None:
         old = self._index.get(entry.key)
         if old is not None:
             self.kill(old)
@@ -293,26 +382,32 @@ class Arena:
         return old
 
     def _release(self, entry: Entry) -> None:
-        if entry.pins or entry.state is not State.DEAD:
+        if not entry.pins and entry.state is State.DEAD:
+            self._free(entry, is_read=self.memory.is_read(entry.slot))
+
+    def _free(self, entry: Entry, *, is_read: bool) -> None:
+        if is_read:  # by someone who found it before it was dead
+            self._read.add(entry)
+            entry.pins = 1
             return
         self._forget(entry.slot, entry.generation)
-        del self._by_start[entry.start]
+        del self._by_start[entry.start], self._by_slot[entry.slot]
         self._allocator.free(entry.start)
         self._free_slots.append(entry.slot)
         entry.state = State.FREE
 
     def _forget(self, slot: int, generation: int) -> None:
         self._generations[slot] = generation + 1
-        self._memory.set_word(slot, 0, (generation + 1) << 2 | State.FREE)
+        self.memory.set_word(slot, 0, (generation + 1) << 2 | State.FREE)
 
     # --- opening
 
     def _recover(self) -> None:
         shape = self.shape
-        table = np.frombuffer(self._memory.view[PAGE : PAGE + shape.num_slots * SLOT_BYTES], "<u8")
+        table = np.frombuffer(self.memory.view[PAGE : PAGE + shape.num_slots * SLOT_BYTES], "<u8")
         table = table.reshape(shape.num_slots, SLOT_WORDS)
         states = table[:, 0] & 3
-        self._generations[:] = table[:, 0] >> 2
+        self._generations = array("Q", (table[:, 0] >> 2).tobytes())
         taken = np.flatnonzero(states == State.COMMITTED)
         taken = taken[np.argsort(table[taken, 1], kind="stable")]
         end = 0
@@ -329,8 +424,8 @@ class Arena:
                 continue
             if rival is not None:
                 self._forget(rival.slot, rival.generation)
-                del self._by_start[rival.start]
-            self._index[entry.key] = self._by_start[entry.start] = entry
+                del self._by_start[rival.start], self._by_slot[rival.slot]
+            self._index[entry.key] = self._by_start[entry.start] = self._by_slot[slot] = entry
             self._version = max(self._version, entry.version)
             end = entry.start + entry.units
         for slot in np.flatnonzero((states != State.COMMITTED) & (states != State.FREE)).tolist():
@@ -345,7 +440,7 @@ class Arena:
         if own != slot_checksum(words[1:7]) or start + units > self.shape.num_granules:
             return None
         at = self.shape.data_at + start * GRANULE
-        record = unpack_record(self._memory.view[at : at + units * GRANULE])
+        record = unpack_record(self.memory.view[at : at + units * GRANULE])
         if record is None or (len(record.key), record.value_bytes) != (key_bytes, value_bytes):
             return None
         if record.checksum != checksum or record.version != version:
@@ -367,13 +462,20 @@ class Arena:
         ):
             faults.append("extents of entries are not those given out")
         slots = [entry.slot for entry in self._by_start.values()] + self._free_slots
+        if self._by_slot != {entry.slot: entry for entry in self._by_start.values()}:
+            faults.append("entries by slot are not those by start")
+        shown = self.memory.shown()
+        if shown is not None and sorted(shown) != sorted(e.slot for e in self._index.values() if e.verified):
+            faults.append("others find another set of objects")
+        if any(not entry.pins for entry in self._read):
+            faults.append("what others read is not pinned")
         if sorted(slots) != list(range(shape.num_slots)):
             faults.append("slots are lost or used twice")
         for entry in self._by_start.values():
             found = self._index.get(entry.key) is entry
             if found != (entry.state is State.COMMITTED) or (not found and not entry.pins):
                 faults.append(f"slot {entry.slot} is {entry.state.name}, pinned {entry.pins}, found {found}")
-            stamp = self._memory.stamp(entry.slot)
+            stamp = self.memory.stamp(entry.slot)
             if entry.state is not State.FREE and stamp != entry.generation << 2 | entry.state:
                 faults.append(f"slot {entry.slot} has stamp {stamp}")
             if found:
@@ -383,6 +485,6 @@ class Arena:
         if len(self._index) != sum(entry.state is State.COMMITTED for entry in self._by_start.values()):
             faults.append("the index finds what takes no room")
         for slot in self._free_slots:
-            if self._memory.stamp(slot) & 3 != State.FREE:
-                faults.append(f"free slot {slot} has stamp {self._memory.stamp(slot)}")
+            if self.memory.stamp(slot) & 3 != State.FREE:
+                faults.append(f"free slot {slot} has stamp {self.memory.stamp(slot)}")
         return faults

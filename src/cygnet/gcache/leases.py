@@ -32,10 +32,18 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, entry: Entry, owner: int, now_ns: int) -> int | None:
-        """Id of a new lease, for an entry that the caller has pinned; `None` when too much is leased already."""
+    @property
+    def free_bytes(self) -> int:
+        """How much more may be leased."""
+        return self._max_bytes - self.leased_bytes
+
+    def grant(self, entry: Entry, owner: int, now_ns: int, elsewhere_bytes: int = 0) -> int | None:
+        """Id of a new lease, for an entry that the caller has pinned.
+
+        `None` when too much is leased already, `elsewhere_bytes` among it.
+        """
         leased_bytes = self.leased_bytes + entry.num_bytes
-        if leased_bytes > self._max_bytes:
+        if leased_bytes + elsewhere_bytes > self._max_bytes:
             return None
         self._next = lease = self._next + 1
         self._leases[lease] = Lease(entry, owner, now_ns + self._length_ns)

@@ -43,8 +43,11 @@ class Op(IntEnum):
     MEMBERS = 16
     ADOPT = 17
     DRAIN = 18
+    ATTACH = 19
 
 
+NO_BLOCK = (1 << 64) - 1
+"""Answer to ATTACH: there is none."""
 PLACED = frozenset((Op.GET, Op.PUT, Op.EXISTS, Op.DELETE, Op.VIEW))
 """What a server in a cluster answers in its own epoch only."""
 CHANGES = frozenset((Op.PUT, Op.DELETE))

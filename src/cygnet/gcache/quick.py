@@ -6,19 +6,33 @@ way: these functions say `None`.
 
     VIEW    of one object, with one lease given back
     GET     of an object of one chunk, whole
+    PUT     of an object of one chunk, whole
 """
 
 from struct import Struct
 from typing import NamedTuple
 
 from cygnet.gcache.limits import MAX_KEY_BYTES
-from cygnet.gcache.protocol import ANSWER_MAGIC, ANY, HEAD_BYTES, REQUEST_MAGIC, Item, Op, Status, Viewed
+from cygnet.gcache.protocol import (
+    ANSWER_MAGIC,
+    ANY,
+    HEAD_BYTES,
+    REQUEST_MAGIC,
+    ROUTED,
+    SUMS_FOLLOW,
+    Item,
+    Op,
+    Status,
+    Viewed,
+)
 from cygnet.gcache.record import CHUNK_BYTES, is_full_key
 
 _HEAD = "<4sBBHQQIIQ"
 _AskView = Struct(_HEAD + "IQ" + "QIIH")  # head | one lease | what is wanted; the key follows
 _Viewed = Struct(_HEAD + "BxxxIQQQQ")  # head | where it lies
 _AskGet = Struct(_HEAD + "QIIH")  # head | what is wanted; the key follows
+_AskPut = Struct(_HEAD + "QQQIIH")  # head | what comes; the key follows, its checksum here or behind the value
+_AskRoutedPut = Struct(_HEAD + "Q" + "QQQIIH")  # the same behind the place of the key's root
 _Got = Struct(_HEAD + "BxxxIQQI" + "Q")  # head | what comes | its checksum; the value follows
 VIEWED_BYTES, GOT_BYTES = _Viewed.size, _Got.size
 
@@ -50,6 +64,68 @@ def pack_get_of_one(request_id: int, epoch: int, budget_ms: int, key: bytes, val
     size = len(key)
     head = (REQUEST_MAGIC, Op.GET, 0, 1, request_id, epoch, budget_ms, _AskGet.size - HEAD_BYTES + size, 0)
     return _AskGet.pack(*head, value_bytes, 0, 1, size) + key
+
+
+class PutAsked(NamedTuple):
+    """A request to store one object of one chunk."""
+
+    request_id: int
+    epoch: int
+    budget_ms: int
+    key: bytes
+    value_bytes: int
+    ttl_ms: int
+    checksum: bytes
+    """Packed; empty: it comes behind the value."""
+    root: int
+    frame_bytes: int
+    """Before the value."""
+
+
+def pack_put_of_one(
+    request_id: int,
+    epoch: int,
+    budget_ms: int,
+    key: bytes,
+    value_bytes: int,
+    ttl_ms: int,
+    root: int,
+    checksum: bytes,
+) -> bytes:
+    """Store an object of one chunk. Without its packed checksum, that comes behind the value."""
+    flags = (ROUTED if root else 0) | (0 if checksum else SUMS_FOLLOW)
+    size = len(key)
+    meta_bytes = _AskPut.size - HEAD_BYTES + size + (8 if root else 0) + len(checksum)
+    head = (REQUEST_MAGIC, Op.PUT, flags, 1, request_id, epoch, budget_ms, meta_bytes)
+    body_bytes = value_bytes + 8 - len(checksum)
+    if not root:
+        return _AskPut.pack(*head, body_bytes, value_bytes, 0, ttl_ms, 0, 1, size) + key + checksum
+    return _AskRoutedPut.pack(*head, body_bytes, root, value_bytes, 0, ttl_ms, 0, 1, size) + key + checksum
+
+
+def unpack_put_of_one(frame: memoryview) -> PutAsked | None:
+    """What a frame that begins so asks to store, if it is one object of one chunk."""
+    if frame[4] != Op.PUT or frame[5] & ~(ROUTED | SUMS_FOLLOW):
+        return None
+    ask = _AskRoutedPut if frame[5] & ROUTED else _AskPut
+    at = ask.size
+    if len(frame) <= at:
+        return None
+    fields = ask.unpack_from(frame)
+    (magic, _, flags, count, request_id, epoch, budget_ms, meta_bytes, body_bytes) = fields[:9]
+    root = fields[9] if flags & ROUTED else 0
+    (value_bytes, upload, ttl_ms, first, chunks, size) = fields[-6:]
+    late = flags & SUMS_FOLLOW
+    end = at + size + (0 if late else 8)
+    if count != 1 or magic != REQUEST_MAGIC or upload or first or chunks != 1 or not 0 < value_bytes <= CHUNK_BYTES:
+        return None
+    if meta_bytes != end - HEAD_BYTES or body_bytes != value_bytes + (8 if late else 0) or len(frame) < end:
+        return None
+    key = bytes(frame[at : at + size])
+    if not is_full_key(key):
+        return None
+    checksum = bytes(frame[at + size : end])
+    return PutAsked(request_id, epoch, budget_ms, key, value_bytes, ttl_ms, checksum, root, end)
 
 
 def unpack_one(frame: memoryview) -> Asked | None:

@@ -121,11 +121,10 @@ def layout(key_bytes: int, value_bytes: int) -> Layout:
 
 
 def pack_prefix(
-    key: bytes, value_bytes: int, sums: Sequence[int], version: int, expiry_ns: int, root: int = 0
+    key: bytes, value_bytes: int, packed: bytes, version: int, expiry_ns: int, root: int = 0
 ) -> tuple[bytes, int]:
-    """Everything of a record before its value, and the checksum in its head."""
+    """Everything of a record before its value, and the checksum in its head. `packed` are the value's checksums."""
     places = layout(len(key), value_bytes)
-    packed = pack_sums(sums)
     sum_of_sums = xxh3_64_intdigest(packed)
     head = RecordHead.pack(RECORD_MAGIC, len(key), value_bytes, version, expiry_ns, sum_of_sums, root, 0)[:-8]
     own = xxh3_64_intdigest(key, seed=xxh3_64_intdigest(head))
@@ -171,6 +170,8 @@ def unpack_record(memory: memoryview) -> Record | None:
 
 def pack_sums(sums: Sequence[int]) -> bytes:
     """Checksums as records and frames have them."""
+    if len(sums) == 1:
+        return sums[0].to_bytes(8, "little")
     return pack(f"<{len(sums)}Q", *sums)
 
 

@@ -120,12 +120,17 @@ class Cache:
 
     def reserve_all(self, puts: Sequence[Put], deadline: float) -> list[Entry | Item]:
         """What `reserve` gives for each; as long as there is room, under one lock."""
-        now_ns = self.memory.wall_ns()
+        now_ns, namespaces = self.memory.wall_ns(), self.memory.namespaces
         places: list[Entry | None] = []
         with self.memory.lock:
+            plain = not namespaces.any and not self._closing
+            largest, longest = self.limits.max_value_bytes, self.limits.max_key_bytes
             for put in puts:
-                fits = self._refused(put.key, put.value_bytes) is None and not self._closing
-                ttl_ms = self.memory.namespaces.limits_of(put.key).ttl_of(put.ttl_ms)
+                if plain:
+                    fits = put.value_bytes <= largest and len(put.key) <= longest
+                else:
+                    fits = self._refused(put.key, put.value_bytes) is None and not self._closing
+                ttl_ms = namespaces.limits_of(put.key).ttl_of(put.ttl_ms) if namespaces.any else put.ttl_ms
                 expiry_ns = now_ns + ttl_ms * 1_000_000 if ttl_ms else 0
                 places.append(self.arena.begin(put.key, put.value_bytes, expiry_ns, put.root) if fits else None)
         return [
@@ -375,7 +380,7 @@ class Cache:
                     return entry
                 if needed > self.arena.capacity_bytes:
                     return Item.FULL
-                self.memory.end_late_leases(time.monotonic_ns())
+                self.memory.look_around()
                 victim = self.memory.tiering.victim()
                 if victim is not None and self._has_lost_its_copy(victim):
                     self.memory.tiering.lost_copy(victim)

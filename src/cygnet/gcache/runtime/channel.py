@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType
 
 import msgspec
 
@@ -38,8 +38,10 @@ from cygnet.gcache.quick import (
     unpack_viewed_one,
 )
 from cygnet.gcache.record import chunk_seed
+from cygnet.gcache.runtime.attached import Attached, attach
 from cygnet.gcache.runtime.greeting import Hello, ServerInfo
-from cygnet.gcache.runtime.shared_memory import attach
+from cygnet.gcache.runtime.lent import Lent
+from cygnet.gcache.runtime.shared_memory import attach as map_arena
 from cygnet.gcache.runtime.views import MappedArena
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
@@ -49,7 +51,10 @@ LEAST_BUDGET_S = 0.01
 """A call that was given less time than this, and did not end in it, says nothing about the server."""
 IDLE_CHECK_S = 0.01
 """A connection unused for longer is looked at before it is used: the server may have been restarted."""
-MAX_UNIX_CONNECTIONS = 4
+MAX_UNIX_CONNECTIONS = 5
+"""One of them for what is read without asking."""
+ATTACH_AGAIN_S = 1.0
+"""Where attaching has failed, it is tried again so much later."""
 
 
 class GCacheError(CygnetError):
@@ -113,7 +118,7 @@ class Channel:
         more_body_bytes: int = 0,
     ) -> int:
         """Send a request; returns its id. `more_body_bytes` are to be sent by the caller."""
-        request_id = next(self._ids)
+        request_id = self.next_id()
         request = pack_request(
             op,
             request_id,
@@ -121,10 +126,28 @@ class Channel:
             count=count,
             flags=flags,
             epoch=self.epoch,
-            budget_ms=self._budget_ms(),
+            budget_ms=self.budget_ms(),
             body_bytes=sum(map(len, body)) + more_body_bytes,
         )
         self.wire.send([request, *body])
+        return request_id
+
+    def send_hashed(
+        self, core: ModuleType, op: Op, meta: bytes, *, count: int, flags: int, values: list[tuple[memoryview, int]]
+    ) -> int:
+        """Send a request whose body is chunks, and behind them their checksums with these seeds; returns its id."""
+        request_id = self.next_id()
+        head = pack_request(
+            op,
+            request_id,
+            meta,
+            count=count,
+            flags=flags,
+            epoch=self.epoch,
+            budget_ms=self.budget_ms(),
+            body_bytes=sum(len(view) + 8 for view, _ in values),
+        )
+        self.wire.send_hashed(head, values, core)
         return request_id
 
     def receive(self, request_id: int, op: Op, expected_meta: int = 0) -> tuple[FrameHead, bytes]:
@@ -157,10 +180,10 @@ class Channel:
 
     def view_one(self, key: bytes, value_bytes: int) -> Viewed:
         """Where one object lies. Gives back one lease, if there is one to give back."""
-        request_id = next(self._ids)
+        request_id = self.next_id()
         released = self._released.popleft() if self._released else 0
         wire = self.wire
-        wire.send_bytes(pack_view_of_one(request_id, self.epoch, self._budget_ms(), released, key, value_bytes))
+        wire.send_bytes(pack_view_of_one(request_id, self.epoch, self.budget_ms(), released, key, value_bytes))
         viewed = unpack_viewed_one(wire.peek(VIEWED_BYTES), request_id)
         if viewed is not None:
             wire.drop()
@@ -169,10 +192,17 @@ class Channel:
 
     def get_one(self, key: bytes, value: memoryview, *, verify: bool) -> int:
         """Fill `value`, of one chunk, with all of an object of its size; its outcome, an `Item`."""
-        request_id = next(self._ids)
+        request_id = self.next_id()
         wire = self.wire
-        wire.send_bytes(pack_get_of_one(request_id, self.epoch, self._budget_ms(), key, len(value)))
-        checksum = unpack_got_one(wire.peek(GOT_BYTES), request_id, len(value))
+        request = pack_get_of_one(request_id, self.epoch, self.budget_ms(), key, len(value))
+        if wire.core is not None:
+            item = wire.get_one(wire.core, request, request_id, value, chunk_seed(key), verify=verify)
+            if item is not None:
+                return item
+            checksum = None
+        else:
+            wire.send_bytes(request)
+            checksum = unpack_got_one(wire.peek(GOT_BYTES), request_id, len(value))
         if checksum is None:
             head, meta = self.receive(request_id, Op.GET, GOT_BYTES)
             if head.body_bytes:
@@ -189,7 +219,11 @@ class Channel:
             self._scratch = memoryview(bytearray(num_bytes))
         return self._scratch[:num_bytes]
 
-    def _budget_ms(self) -> int:
+    def next_id(self) -> int:
+        """Of a request."""
+        return next(self._ids)
+
+    def budget_ms(self) -> int:
         """Of the deadline that the connection has been given."""
         return min(max(1, int((self.wire.deadline - time.monotonic()) * 1000)), (1 << 32) - 1)
 
@@ -213,13 +247,22 @@ class Peer:
     """One server, as a client sees it. Thread-safe."""
 
     def __init__(
-        self, address: Address, *, token: str, max_connections: int, same_host: bool, epoch: int, watchdog: Watchdog
+        self,
+        address: Address,
+        *,
+        token: str,
+        max_connections: int,
+        same_host: bool,
+        epoch: int,
+        watchdog: Watchdog,
+        core: ModuleType | None = None,
     ) -> None:
         self.address = address
         self.max_connections = max_connections
+        self.epoch = epoch
+        self._core = core
         self._watchdog = watchdog
         self._token = token
-        self._epoch = epoch
         self._lock = threading.Lock()
         self._breaker = Breaker()
         self._closed = False
@@ -231,6 +274,10 @@ class Peer:
         self._may_map = same_host
         self._info: ServerInfo | None = None
         self._arena: MappedArena | None = None
+        self._attaching = threading.Lock()
+        self._attached: Attached | None = None
+        self._attach_at = 0.0
+        """Monotonic seconds; not before."""
 
     @property
     def is_failing(self) -> bool:
@@ -251,7 +298,48 @@ class Peer:
                 pass
         return self._arena is not None
 
-    def channel(self, deadline: float, *, unix: bool = False) -> "Lent":
+    def attached(self, deadline: float) -> Attached | None:
+        """A way to its objects without asking it, where there is one; attaches the first time."""
+        attached = self._attached
+        if attached is not None or self._core is None or not self._may_map or time.monotonic() < self._attach_at:
+            return attached
+        with self._attaching:
+            if self._attached is None and time.monotonic() >= self._attach_at:
+                self._attach_at = time.monotonic() + ATTACH_AGAIN_S
+                self._attached = self._attach(self._core, deadline)
+            return self._attached
+
+    def detach(self, attached: Attached) -> None:
+        """That way has ended: the server has."""
+        with self._attaching:
+            if self._attached is not attached:
+                return
+            self._attached = None
+        with self._lock:
+            self._in_use[True] -= 1
+            self._returned.notify()
+        attached.close()
+
+    def _attach(self, core: ModuleType, deadline: float) -> Attached | None:
+        lent = self.channel(deadline, unix=True)
+        try:
+            channel = lent.__enter__() if self.is_local(deadline) else None
+        except (OSError, ProtocolError, GCacheError):
+            channel = None
+        if channel is None:
+            return None
+        try:
+            attached = attach(channel, core)
+            if attached is not None and not channel.wire.disarm():
+                raise DeadlineError("the deadline has passed")
+        except (OSError, ProtocolError, GCacheError) as error:
+            lent.__exit__(type(error), error, None)
+            return None
+        if attached is None:
+            lent.__exit__(None, None, None)
+        return attached  # and its connection stays lent
+
+    def channel(self, deadline: float, *, unix: bool = False) -> Lent:
         """A connection to use in a `with` block, with its deadline set.
 
         It is closed if the block fails: it may be in mid-frame. Entering raises `UnavailableError` while the server is
@@ -267,6 +355,8 @@ class Peer:
             self._idle = {False: [], True: []}
         for channel in idle:
             channel.wire.close()
+        if self._attached is not None:
+            self.detach(self._attached)
 
     def check_out(self, deadline: float, *, unix: bool) -> Channel | None:
         """An idle connection, or leave to make one."""
@@ -324,7 +414,7 @@ class Peer:
             sock = self._connect_unix(left) if unix else self._connect_tcp(left)
         except TimeoutError:
             raise DeadlineError("the deadline has passed") from None
-        wire = Wire(sock, ANSWER_MAGIC, self._watchdog)
+        wire = Wire(sock, ANSWER_MAGIC, self._watchdog, self._core)
         try:
             wire.arm(deadline)
             return self._greet(wire, unix=unix)
@@ -349,7 +439,7 @@ class Peer:
         return sock
 
     def _greet(self, wire: Wire, *, unix: bool) -> Channel:
-        channel = Channel(wire, ServerInfo(0, "", "", "", "", ""), None, self._epoch)
+        channel = Channel(wire, ServerInfo(0, "", "", "", "", ""), None, self.epoch)
         hello = msgspec.json.encode(Hello(PROTOCOL_VERSION, self._token))
         try:
             info = msgspec.json.decode(channel.call(Op.HELLO, hello), type=ServerInfo)
@@ -362,7 +452,7 @@ class Peer:
         with self._lock:
             known = self._info
         if self._may_map and (known is None or known.incarnation != info.incarnation):
-            memory = attach(Path(info.arena), bytes.fromhex(info.incarnation))
+            memory = map_arena(Path(info.arena), bytes.fromhex(info.incarnation))
             with self._lock:
                 self._arena = None if memory is None else MappedArena(memory)
         with self._lock:
@@ -371,44 +461,3 @@ class Peer:
         if unix and channel.arena is None:
             raise PeerClosedError("the server's arena is another one now")
         return channel
-
-
-class Lent:
-    """A connection of a peer for the length of a `with` block."""
-
-    __slots__ = ("_budget_s", "_channel", "_deadline", "_peer", "_unix")
-
-    def __init__(self, peer: Peer, deadline: float, unix: bool) -> None:
-        self._peer = peer
-        self._deadline = deadline
-        self._unix = unix
-
-    def __enter__(self) -> Channel:
-        peer, deadline, unix = self._peer, self._deadline, self._unix
-        self._budget_s = deadline - time.monotonic()
-        channel = peer.check_out(deadline, unix=unix)
-        try:
-            if channel is None or not channel.looks_open():
-                if channel is not None:
-                    channel.wire.close()
-                    channel = None
-                channel = peer.connect(deadline, unix=unix)
-            channel.wire.arm(deadline)
-        except BaseException as error:
-            self._give_up(channel, error)
-            raise
-        self._channel = channel
-        return channel
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._peer.check_in(self._channel, unix=self._unix)
-        else:
-            self._give_up(self._channel, error)
-
-    def _give_up(self, channel: Channel | None, error: BaseException) -> None:
-        if channel is not None:
-            channel.wire.close()
-        self._peer.failed(error, self._budget_s, unix=self._unix)

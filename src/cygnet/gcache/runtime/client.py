@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -15,11 +15,13 @@ from cygnet.gcache.placement import Member, Placement, root_place
 from cygnet.gcache.protocol import ANY, EVERYTHING, TOUCH, Op, Want, pack_keys, pack_wants, unpack_flags
 from cygnet.gcache.record import CHUNK_BYTES, is_full_key
 from cygnet.gcache.runtime.channel import Address, GCacheError, Peer
+from cygnet.gcache.runtime.compiled import compiled_core
 from cygnet.gcache.runtime.lanes import (
     FAILURES,
     Frame,
     GetFrame,
     Lane,
+    Part,
     PutFrame,
     Result,
     copy_all,
@@ -28,7 +30,8 @@ from cygnet.gcache.runtime.lanes import (
     view_all,
     view_one,
 )
-from cygnet.gcache.runtime.single import get_one, get_whole
+from cygnet.gcache.runtime.single import get_one, get_whole, put_one
+from cygnet.gcache.runtime.small import SmallGets, SmallPuts, small_and_large
 from cygnet.gcache.runtime.views import View
 from cygnet.gcache.runtime.watchdog import Watchdog
 from cygnet.gcache.runtime.wire import DeadlineError
@@ -71,6 +74,8 @@ class ClientOptions:
     max_value_bytes: int = 1 << 30
     """Largest object that `get` makes room for."""
     epoch: int = 0
+    compiled: bool = True
+    """Use the compiled core, where there is one (`compiled`)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class Means:
             same_host=options.same_host,
             epoch=options.epoch,
             watchdog=self.watchdog,
+            core=compiled_core(options.compiled),
         )
 
     def close(self, deadline: float) -> None:
@@ -178,18 +184,16 @@ class GCacheClient:
         """Fill each buffer with its object, of exactly that size."""
         deadline = self._deadline(timeout_s)
         views = _views(_checked(keys), buffers, writable=True)
-        results = [Result() for _ in keys]
+        results: dict[int, Result] = {}
         outcomes: list[Outcome | None] = [None] * len(keys)
+        torn: list[int] = []
+        verify = self.options.verify
 
         def frames(places: list[int]) -> "deque[Frame]":
             left = [at for at in places if outcomes[at] is None]
-            parts = cut(
-                [keys[at] for at in left],
-                [views[at] for at in left],
-                [results[at] for at in left],
-                self.options.slice_bytes,
-            )
-            return deque(GetFrame(part, self.options.verify) for part in parts)
+            small, large = self._by_size(views, left)
+            cuts = (SmallGets(keys, views, some, outcomes, torn, verify=verify) for some in small)
+            return deque([*cuts, *(GetFrame(part, verify) for part in self._cut(keys, views, large, results))])
 
         def copy(peer: Peer, places: list[int]) -> None:
             self._copy(peer, places, keys, views, outcomes, deadline)
@@ -200,10 +204,13 @@ class GCacheClient:
             if peer.may_be_local:
                 tasks.append(partial(copy, peer, places))
             else:
-                tasks += [lane.run for lane in lanes_of(peer, frames(places), self.options.window, deadline)]
+                most = self._lanes_for(views, places)
+                tasks += [lane.run for lane in lanes_of(peer, frames(places), self.options.window, deadline, most)]
         self._team.run(tasks, _call, deadline)
-        self._drop_torn(keys, results, route, deadline)
-        return [outcome or result.outcome for outcome, result in zip(outcomes, results, strict=True)]
+        torn += [at for at, result in results.items() if result.torn_here]
+        if torn:  # what arrived damaged is not to be found again
+            self.remove([keys[at] for at in torn], timeout_s=deadline - time.monotonic(), route=route)
+        return _outcomes(outcomes, results)
 
     def batch_put(
         self,
@@ -217,20 +224,18 @@ class GCacheClient:
         """Store each object, instead of what is there. `OK`: it is found from now on; otherwise it is not."""
         deadline = self._deadline(timeout_s)
         views = _views(_checked(keys), buffers, writable=False)
-        results = [Result() for _ in keys]
+        results: dict[int, Result] = {}
+        outcomes: list[Outcome | None] = [None] * len(keys)
         root = root_place(route.root, route.range_) if route.root else 0
         lanes: list[Lane] = []
         for peer, places in self._shares(keys, route):
-            parts = cut(
-                [keys[at] for at in places],
-                [views[at] for at in places],
-                [results[at] for at in places],
-                self.options.slice_bytes,
-            )
-            frames: deque[Frame] = deque(PutFrame(part, ttl_ms, root) for part in parts)
-            lanes += lanes_of(peer, frames, self.options.window, deadline)
+            small, large = self._by_size(views, places)
+            cuts = (SmallPuts(keys, views, some, outcomes, ttl_ms, root) for some in small)
+            parts = self._cut(keys, views, large, results)
+            frames: deque[Frame] = deque([*cuts, *(PutFrame(part, ttl_ms, root) for part in parts)])
+            lanes += lanes_of(peer, frames, self.options.window, deadline, self._lanes_for(views, places))
         self._team.run(lanes, Lane.run, deadline)
-        return [result.outcome for result in results]
+        return _outcomes(outcomes, results)
 
     def batch_view(
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE
@@ -301,7 +306,13 @@ class GCacheClient:
         route: Route = ANYWHERE,
     ) -> Outcome:
         """Store an object, instead of what is there."""
-        return self.batch_put([key], [buffer], ttl_ms=ttl_ms, timeout_s=timeout_s, route=route)[0]
+        view = _views(_checked([key]), [buffer], writable=False)[0]
+        if not 0 < len(view) <= CHUNK_BYTES:
+            return self.batch_put([key], [view], ttl_ms=ttl_ms, timeout_s=timeout_s, route=route)[0]
+        deadline = self._deadline(timeout_s)
+        peer = self._peers[self.placement.owner(key, route.root, route.range_)]
+        root = root_place(route.root, route.range_) if route.root else 0
+        return put_one(peer, key, view, ttl_ms, root, deadline)
 
     def view(self, key: bytes, *, timeout_s: float | None = None, route: Route = ANYWHERE) -> View | Outcome:
         """The object in place, if its server is on this machine."""
@@ -414,11 +425,24 @@ class GCacheClient:
         for at, outcome in zip(places, found, strict=True):
             outcomes[at] = None if outcome is Outcome.FAILED else outcome
 
-    def _drop_torn(self, keys: Sequence[bytes], results: Sequence[Result], route: Route, deadline: float) -> None:
-        """What arrived damaged is not to be found again."""
-        torn = [key for key, result in zip(keys, results, strict=True) if result.torn_here]
-        if torn:
-            self.remove(torn, timeout_s=deadline - time.monotonic(), route=route)
+    def _by_size(self, views: Sequence[memoryview], places: list[int]) -> tuple[list[list[int]], list[int]]:
+        """Which places share frames of small objects, and which are cut as large ones are."""
+        if len(places) == 1 or compiled_core(self.options.compiled) is None:
+            return [], places
+        return small_and_large(views, places)
+
+    def _cut(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], places: list[int], results: dict[int, Result]
+    ) -> Iterator[list[Part]]:
+        own = {at: Result() for at in places}
+        results |= own
+        return cut(
+            [keys[at] for at in places], [views[at] for at in places], list(own.values()), self.options.slice_bytes
+        )
+
+    def _lanes_for(self, views: Sequence[memoryview], places: list[int]) -> int:
+        """Most connections that are worth their threads."""
+        return -(-sum([len(views[at]) for at in places]) // self.options.slice_bytes)
 
 
 def check_peer(name: str, peer: Peer, deadline: float) -> None:
@@ -442,6 +466,12 @@ def _flags(
             some = items[first : first + FLAGS_PER_FRAME]
             answers += unpack_flags(channel.call(op, pack(some), count=len(some), flags=flags), len(some))
     return answers
+
+
+def _outcomes(outcomes: list[Outcome | None], results: dict[int, Result]) -> list[Outcome]:
+    """What became of each object: as it was put there, or as its slices have ended."""
+    late = Outcome.TIMED_OUT  # nobody has come to it
+    return [own or (results[at].outcome if at in results else late) for at, own in enumerate(outcomes)]
 
 
 def _call(task: Callable[[], None]) -> None:

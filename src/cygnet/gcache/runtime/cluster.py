@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Cluster:
         self.encoded = b""
         """The view, as it is sent."""
         self.owners: Owners | None = None
+        self.answers_now: Callable[[int], None] = lambda epoch: None
+        """Told of the epoch whose requests are answered, each time that changes; -1: none."""
 
     @property
     def epoch(self) -> int:
@@ -134,9 +136,11 @@ class Cluster:
     def _set(self, view: View) -> None:
         me = view.server(self.server_id)
         self._answered = -1
+        self.answers_now(-1)
         self.view, self.encoded, self.owners = view, msgspec.json.encode(view), Owners(view)
         if me is not None and me.state is not State.DOWN:
             self._answered = view.epoch
+            self.answers_now(view.epoch)
         self._changed.notify_all()
 
     def _save(self) -> None:

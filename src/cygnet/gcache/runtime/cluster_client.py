@@ -218,6 +218,17 @@ class ClusterClient(GCacheClient):
 
         return self._write(len(keys), store, deadline, Outcome.FAILED, _has_failed)
 
+    def put(
+        self,
+        key: bytes,
+        buffer: "Buffer",
+        *,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+        route: Route = ANYWHERE,
+    ) -> Outcome:
+        return self.batch_put([key], [buffer], ttl_ms=ttl_ms, timeout_s=timeout_s, route=route)[0]
+
     def try_remove(
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, route: Route = ANYWHERE
     ) -> list[bool | None]:

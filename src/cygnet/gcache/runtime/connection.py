@@ -4,20 +4,20 @@ import hmac
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from cygnet.base.errors import ConfigError, CygnetError
 from cygnet.gcache.arena import Entry
 from cygnet.gcache.limits import MAX_FRAME_BYTES
-from cygnet.gcache.membership import View
 from cygnet.gcache.protocol import (
     ANY,
     CHANGES,
     EVERYTHING,
+    NO_BLOCK,
     PLACED,
     REQUEST_MAGIC,
+    ROUTED,
     SUMS_FOLLOW,
     TOUCH,
     UNDO,
@@ -33,6 +33,7 @@ from cygnet.gcache.protocol import (
     pack_answer,
     pack_flags,
     pack_gots,
+    pack_number,
     pack_viewed,
     unpack_keys,
     unpack_number,
@@ -40,17 +41,15 @@ from cygnet.gcache.protocol import (
     unpack_view,
     unpack_wants,
 )
-from cygnet.gcache.quick import pack_got_one, pack_viewed_one, unpack_one
-from cygnet.gcache.record import CHUNK_BYTES, checksums, chunk_seed, num_chunks, pack_sums
-from cygnet.gcache.runtime.cache import Cache
-from cygnet.gcache.runtime.cluster import Cluster
-from cygnet.gcache.runtime.greeting import Hello, ServerInfo
-from cygnet.gcache.runtime.uploads import Upload, Uploads, commit
-from cygnet.gcache.runtime.watchdog import Watchdog
+from cygnet.gcache.record import CHUNK_BYTES, chunk_seed, num_chunks, pack_sums
+from cygnet.gcache.runtime.greeting import Hello
+from cygnet.gcache.runtime.service import DEFAULT_BUDGET_S, Service
+from cygnet.gcache.runtime.shortcuts import answer_one
+from cygnet.gcache.runtime.small_puts import put_compiled, put_small
+from cygnet.gcache.runtime.uploads import Upload, commit
 from cygnet.gcache.runtime.wire import DeadlineError, PeerClosedError, Piece, Wire
 
 U64_MASK = (1 << 64) - 1
-DEFAULT_BUDGET_S = 10.0
 FOREVER = float("inf")
 SINK_BYTES = 1 << 20
 MAX_HELLO_BYTES = 4096
@@ -60,27 +59,14 @@ class DeniedError(Exception):
     """No token, or a wrong one."""
 
 
-@dataclass(frozen=True)
-class Service:
-    """What all connections of a server share."""
-
-    cache: Cache
-    uploads: Uploads
-    watchdog: Watchdog
-    info: ServerInfo
-    token: str
-    """Empty: everyone may."""
-    cluster: Cluster
-    drain: Callable[[str, bool], View]
-    """Have a server of the cluster drained, or kept. Raises `CygnetError`."""
-    stats: Callable[[], dict[str, object]]
-
-
 class Connection:
     """Reads frames, carries them out, answers. All it has pinned is let go when it ends, however it ends."""
 
     def __init__(self, sock: socket.socket, owner: int, service: Service) -> None:
-        self._wire = Wire(sock, REQUEST_MAGIC, service.watchdog)
+        self._wire = Wire(sock, REQUEST_MAGIC, service.watchdog, service.core)
+        self._block = None if service.index is None else service.index.take_block()
+        """Of the shared index: holds what is being sent without having been pinned, or what the client looks at."""
+        self._is_attached = False
         self._owner = owner
         self._service = service
         self._cache = service.cache
@@ -100,6 +86,7 @@ class Connection:
             Op.MEMBERS: self._members,
             Op.ADOPT: self._adopt,
             Op.DRAIN: self._drain_server,
+            Op.ATTACH: self._attach,
         }
 
     def run(self) -> None:
@@ -110,13 +97,19 @@ class Connection:
         except (PeerClosedError, DeadlineError, OSError):
             pass
         finally:
+            self._wire.close()  # first: its client takes that for the end of what it holds
+            if self._block is not None and self._service.index is not None:
+                self._service.index.give_back(self._block)
             self._cache.memory.end_leases(self._owner)
-            self._wire.close()
 
     def _serve_one(self) -> None:
         wire = self._wire
         wire.arm(FOREVER)  # an idle connection is fine
-        if self._answer_quickly(wire.peek()):
+        if self._block is not None and self._known and not self._is_attached and self._service.index is not None:
+            timeout_ms = int(self._cache.limits.frame_timeout_s * 1000)
+            wire.serve_gets(self._service.index.table, self._block, timeout_ms)
+        frame = wire.peek()
+        if self._known and answer_one(wire, self._service, self._owner, frame):
             return
         try:
             head = wire.read_head()
@@ -210,6 +203,10 @@ class Connection:
         self._known = True
         self._answer(head, msgspec.json.encode(self._service.info))
 
+    def _attach(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        self._is_attached = self._block is not None
+        self._answer(head, pack_number(NO_BLOCK if self._block is None else self._block))
+
     def _ping(self, head: FrameHead, meta: bytes, deadline: float) -> None:
         self._answer(head)
 
@@ -285,36 +282,6 @@ class Connection:
         ]
         self._answer(head, pack_viewed(viewed))
 
-    def _answer_quickly(self, frame: memoryview) -> bool:
-        """Answer a frame about one object that is in memory; `False` leaves it to the general way."""
-        asked = unpack_one(frame) if self._known else None
-        if asked is None or not self._service.cluster.answers(asked.epoch):
-            return False
-        cache, wire = self._cache, self._wire
-        if asked.op == Op.VIEW:
-            found = cache.memory.lease((asked.key,), self._owner, (asked.released,), asked.value_bytes)[0]
-            if found is None:
-                return False
-            entry, lease = found
-            offset = cache.arena.value_offset(entry)
-            where = (entry.slot, offset, entry.value_bytes, entry.stamp, lease)
-            wire.drop()
-            wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
-            wire.send_bytes(pack_viewed_one(asked.request_id, self._service.cluster.epoch, *where))
-            return True
-        held = cache.memory.acquire_now(asked.key, asked.value_bytes)
-        if held is None:
-            return False
-        try:
-            wire.drop()
-            wire.arm(time.monotonic() + cache.limits.frame_timeout_s)
-            checksum = int.from_bytes(cache.arena.sums(held, 0, 1), "little")
-            head = pack_got_one(asked.request_id, self._service.cluster.epoch, held.value_bytes, held.version, checksum)
-            wire.send([head, cache.arena.value(held)])
-        finally:
-            cache.memory.release([held])
-        return True
-
     def _view_slowly(self, want: Want, deadline: float) -> Viewed:
         """An object that is not in memory, or not checked yet."""
         entry = self._cache.acquire(want.key, deadline)
@@ -337,6 +304,15 @@ class Connection:
     # --- values in
 
     def _put(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        is_small = head.count > 1 and not head.code & ~ROUTED and head.body_bytes <= SINK_BYTES
+        if is_small and self._service.core is not None:
+            data = self._sink_of(head.body_bytes)
+            self._wire.read_pieces([Piece(data, checked=False)] if len(data) else [])
+            stored = put_compiled(self._cache, self._service.core, head, meta, data, deadline)
+            if stored is not None:
+                self._answer(head, bytes(stored))
+                return
+            self._wire.unread(data)
         puts = unpack_puts(meta, head.count, head.code)
         late = head.code & SUMS_FOLLOW
         sums_bytes = 8 * sum(put.num_chunks for put in puts) if late else 0
@@ -344,7 +320,9 @@ class Connection:
             raise ProtocolError("a PUT whose body is not as long as its objects")
         special = late or any(put.upload or put.keep for put in puts)
         if len(puts) > 1 and not special and head.body_bytes <= SINK_BYTES:
-            self._answer(head, bytes(self._put_small(puts, head.body_bytes, deadline)))
+            data = self._sink_of(head.body_bytes)
+            self._wire.read_pieces([Piece(data, checked=False)])
+            self._answer(head, bytes(put_small(self._cache, puts, data, deadline)))
             return
         arriving: list[_Arriving] = []
         try:
@@ -361,35 +339,6 @@ class Connection:
                 if not one.ended:
                     self._cut_short(one, deadline)
         self._answer(head, bytes(items))
-
-    def _put_small(self, puts: Sequence[Put], body_bytes: int, deadline: float) -> list[Item]:
-        """Whole objects, none of more than one chunk: taken in together, then put where they belong."""
-        cache = self._cache
-        data = self._sink_of(body_bytes)
-        self._wire.read_pieces([Piece(data, checked=False)])
-        items = [Item.TORN] * len(puts)
-        whole: list[tuple[int, memoryview, list[int]]] = []
-        begin = 0
-        for at, put in enumerate(puts):
-            value = data[begin : begin + put.value_bytes]
-            begin += put.value_bytes
-            sums = checksums(put.key, value)
-            if pack_sums(sums) == put.sums:
-                whole.append((at, value, sums))
-        places = cache.reserve_all([puts[at] for at, _, _ in whole], deadline)
-        filled: list[tuple[Entry, list[int]]] = []
-        for (at, value, sums), place in zip(whole, places, strict=True):
-            if isinstance(place, Item):
-                items[at] = place
-            else:
-                cache.arena.value(place)[:] = value
-                filled.append((place, sums))
-        stored = iter(cache.commit_all(filled, deadline))
-        for (at, _, _), place in zip(whole, places, strict=True):
-            if not isinstance(place, Item):
-                items[at] = next(stored)
-        cache.counts.put_all(items)
-        return items
 
     def _place(self, put: Put, deadline: float) -> "Entry | Upload | Item":
         if put.keep and self._cache.exists(put.key, None, touch=False):

@@ -49,11 +49,13 @@ class Counts:
         with self._lock:
             self.puts[item] += 1
 
-    def as_dict(self) -> dict[str, object]:
-        """By name; outcomes by theirs."""
+    def as_dict(self, more_gets: int = 0, more_bytes_got: int = 0) -> dict[str, object]:
+        """By name; outcomes by theirs. `more_gets` were answered with objects, and not counted here."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        gets = self.gets + Counter({Item.OK: more_gets})
         return {
             **plain,
-            "gets": {item.name.lower(): number for item, number in self.gets.items()},
+            "bytes_got": self.bytes_got + more_bytes_got,
+            "gets": {item.name.lower(): number for item, number in gets.items()},
             "puts": {item.name.lower(): number for item, number in self.puts.items()},
         }

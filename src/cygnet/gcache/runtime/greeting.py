@@ -22,3 +22,5 @@ class ServerInfo(msgspec.Struct, frozen=True):
     socket: str
     """Path of the unix socket."""
     release: str
+    index: str = ""
+    """Path of the arena's index, for clients of the same machine; none without."""

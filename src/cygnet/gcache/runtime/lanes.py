@@ -33,6 +33,7 @@ from cygnet.gcache.protocol import (
     unpack_viewed,
 )
 from cygnet.gcache.record import CHUNK_BYTES, U64, checksums, chunk_seed, num_chunks, pack_sums
+from cygnet.gcache.runtime.attached import EndedError
 from cygnet.gcache.runtime.channel import Channel, GCacheError, Peer
 from cygnet.gcache.runtime.views import MappedArena, View
 from cygnet.gcache.runtime.wire import DeadlineError, Piece
@@ -235,6 +236,11 @@ class PutFrame:
         ]
         meta = (pack_number(self.root) if self.root else b"") + pack_puts(puts)
         flags = (ROUTED if self.root else 0) | (SUMS_FOLLOW if late else 0)
+        core = channel.wire.core
+        if late and core is not None:
+            values = [(piece.view, piece.seed) for part in self.parts for piece in part.pieces(checked=True)]
+            self.request_id = channel.send_hashed(core, Op.PUT, meta, count=len(puts), flags=flags, values=values)
+            return
         more = 8 * sum(put.num_chunks for put in puts) if late else 0
         self.request_id = channel.send(Op.PUT, meta, count=len(puts), flags=flags, body=body, more_body_bytes=more)
         if not late:
@@ -314,9 +320,9 @@ class Lane:
                     break
 
 
-def lanes_of(peer: Peer, frames: "deque[Frame]", window: int, deadline: float) -> list[Lane]:
-    """As many lanes as there are frames for, and connections."""
-    return [Lane(peer, frames, window, deadline) for _ in range(min(peer.max_connections, len(frames)))]
+def lanes_of(peer: Peer, frames: "deque[Frame]", window: int, deadline: float, most: int = MAX_KEYS) -> list[Lane]:
+    """As many lanes as there are frames for, and connections, and no more than `most`."""
+    return [Lane(peer, frames, window, deadline) for _ in range(min(peer.max_connections, len(frames), max(1, most)))]
 
 
 # --- on the same machine
@@ -341,6 +347,14 @@ def view_all(peer: Peer, wants: Sequence[Want], deadline: float) -> list[View | 
 
 def view_one(peer: Peer, key: bytes, deadline: float, value_bytes: int = ANY) -> View | Outcome:
     """A view of one object of a local server. Raises what `Peer.channel` raises."""
+    attached = peer.attached(deadline)
+    if attached is not None:
+        try:
+            view = attached.view(key, peer.epoch, value_bytes)
+            if view is not None:
+                return view
+        except EndedError:
+            peer.detach(attached)
     with peer.channel(deadline, unix=True) as channel:
         arena = channel.arena
         assert arena is not None
@@ -359,6 +373,29 @@ def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], d
 
     Few objects are viewed at a time: what is viewed can't make room for what is still on the disk.
     """
+    copied = copy_unasked(peer, [*keys], [*buffers], deadline)
+    if all(copied):
+        return [Outcome.OK] * len(keys)
+    if any(copied):
+        left = [at for at, done in enumerate(copied) if not done]
+        asked = iter(_copy_asking(peer, [keys[at] for at in left], [buffers[at] for at in left], deadline))
+        return [Outcome.OK if done else next(asked) for done in copied]
+    return _copy_asking(peer, keys, buffers, deadline)
+
+
+def copy_unasked(peer: Peer, keys: list[bytes], buffers: list[memoryview], deadline: float) -> bytes:
+    """Fill what can be filled without asking the server; 1 for each that is."""
+    attached = peer.attached(deadline)
+    if attached is None:
+        return bytes(len(keys))
+    try:
+        return attached.copy_all(keys, buffers, peer.epoch)
+    except EndedError:
+        peer.detach(attached)
+        return bytes(len(keys))
+
+
+def _copy_asking(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
     outcomes: list[Outcome] = []
     while len(outcomes) < len(keys):
         first = last = len(outcomes)
@@ -369,7 +406,8 @@ def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], d
             size += len(buffers[last])
             last += 1
         if last - first == 1:
-            outcomes.append(copy_one(peer, keys[first], buffers[first], deadline))
+            view = view_one(peer, keys[first], deadline, len(buffers[first]))
+            outcomes.append(_copy(view, buffers[first], deadline) if isinstance(view, View) else view)
             continue
         views = view_all(peer, [Want(keys[at], len(buffers[at])) for at in range(first, last)], deadline)
         for view, buffer in zip(views, buffers[first:last], strict=True):
@@ -379,6 +417,8 @@ def copy_all(peer: Peer, keys: Sequence[bytes], buffers: Sequence[memoryview], d
 
 def copy_one(peer: Peer, key: bytes, buffer: memoryview, deadline: float) -> Outcome:
     """Fill a buffer from a local server's arena. `FAILED`: another way is to be tried."""
+    if copy_unasked(peer, [key], [buffer], deadline) == b"\1":
+        return Outcome.OK
     view = view_one(peer, key, deadline, len(buffer))
     return _copy(view, buffer, deadline) if isinstance(view, View) else view
 

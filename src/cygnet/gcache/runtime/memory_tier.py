@@ -14,6 +14,11 @@ from cygnet.gcache.record import value_is_whole
 from cygnet.gcache.runtime.counts import Counts
 from cygnet.gcache.tiering import Tiering
 
+MANY_SLOTS, LOOK_NS = 1 << 16, 20_000_000
+"""With more slots than that, it is not looked more often which of them were used."""
+READ_WAIT_S = 0.02
+"""Those who read without having asked don't tell when they have read: it is looked so often."""
+
 
 class MemoryTier:
     """What needs no disk. Thread-safe, but for methods that say "with the lock": their callers hold `lock`.
@@ -36,6 +41,10 @@ class MemoryTier:
         """A transition has ended, or room may have come free."""
         self._num_waiting = 0
         """Who waits for that."""
+        self.got_elsewhere: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Gets that were answered without this, and their bytes."""
+        self._look_at_ns = 0
+        """When it is next worth looking at which slots were used: there may be many."""
 
     # --- reading
 
@@ -72,7 +81,9 @@ class MemoryTier:
             now_ns = time.monotonic_ns()
             self.end_late_leases(now_ns)
             self.tell()
-            return [self._lease(key, owner, value_bytes, now_ns) for key in keys]
+            leased = [self._lease(key, owner, value_bytes, now_ns) for key in keys]
+            self.arena.memory.leave_to_readers(self._leases.free_bytes)
+            return leased
 
     def _lease(self, key: bytes, owner: int, value_bytes: int, now_ns: int) -> tuple[Entry, int] | None:
         entry = self.arena.find(key)
@@ -80,7 +91,7 @@ class MemoryTier:
             return None
         if self.is_expired(entry):
             return None
-        lease = self._leases.grant(entry, owner, now_ns)
+        lease = self._leases.grant(entry, owner, now_ns, self.arena.memory.read_bytes())
         if lease is None:
             return None
         entry.pins += 1
@@ -112,6 +123,16 @@ class MemoryTier:
         self.arena.pin(entry)
         self.tiering.use(entry)
         return entry
+
+    def look_around(self) -> None:
+        """With the lock: have what others read without having asked stay, and what they used count as used."""
+        now_ns = time.monotonic_ns()
+        self.end_late_leases(now_ns)
+        self.arena.look_for_readers()
+        if now_ns >= self._look_at_ns:
+            self._look_at_ns = now_ns + (LOOK_NS if self.arena.shape.num_slots > MANY_SLOTS else 0)
+            for entry in self.arena.used_elsewhere():
+                self.tiering.use(entry)
 
     def is_expired(self, entry: Entry) -> bool:
         """Whether its time is over."""
@@ -148,7 +169,7 @@ class MemoryTier:
     def wait(self, timeout_s: float) -> None:
         """With the lock: until something has changed."""
         self._num_waiting += 1
-        self._changed.wait(timeout_s)
+        self._changed.wait(min(timeout_s, READ_WAIT_S) if self.arena.has_readers else timeout_s)
         self._num_waiting -= 1
 
     def tell(self) -> None:
@@ -161,6 +182,7 @@ class MemoryTier:
     def stats(self) -> dict[str, object]:
         """Sizes and counters."""
         with self.lock:
+            counts = self.counts.as_dict(*self.got_elsewhere())
             return {
                 "objects": len(self.arena),
                 "memory_bytes": self.arena.used_bytes,
@@ -168,14 +190,17 @@ class MemoryTier:
                 "leases": len(self._leases),
                 "leased_bytes": self._leases.leased_bytes,
                 "damaged_slots": self.arena.damaged,
-                **self.counts.as_dict(),
+                **counts,
                 **self.namespaces.stats(),
             }
 
     def is_whole(self, entry: Entry) -> bool:
         """Whether a pinned entry's value is what its checksums say; remembered if so."""
-        entry.verified = value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry))
-        return entry.verified
+        if not value_is_whole(entry.key, self.arena.value(entry), self.arena.sums(entry)):
+            return False
+        with self.lock:
+            self.arena.was_checked(entry)
+        return True
 
     def audit(self) -> list[str]:
         """All discrepancies. Slow."""

@@ -6,6 +6,7 @@ from types import TracebackType
 
 from cygnet.gcache.membership import View
 from cygnet.gcache.protocol import Op, pack_number
+from cygnet.gcache.runtime.attached import Attached
 from cygnet.gcache.runtime.channel import Channel, Lent, Peer, UnavailableError, WrongEpochError
 from cygnet.gcache.runtime.cluster import decode_view
 
@@ -37,6 +38,12 @@ class PeerInEpoch:
 
     def is_local(self, deadline: float) -> bool:
         return self.peer.is_local(deadline)
+
+    def attached(self, deadline: float) -> Attached | None:
+        return self.peer.attached(deadline)
+
+    def detach(self, attached: Attached) -> None:
+        self.peer.detach(attached)
 
     def channel(self, deadline: float, *, unix: bool = False) -> "LentInEpoch":
         return LentInEpoch(self, self.peer.channel(deadline, unix=unix))
@@ -70,9 +77,13 @@ class Gone:
     max_connections = 1
     is_failing = True
     may_be_local = False
+    epoch = 0
 
     def is_local(self, deadline: float) -> bool:
         return False
+
+    def attached(self, deadline: float) -> None:
+        return None
 
     def channel(self, deadline: float, *, unix: bool = False) -> LentInEpoch:
         raise UnavailableError("the gcache server is down")

@@ -15,11 +15,14 @@ from cygnet.gcache.membership import Server as ClusterServer
 from cygnet.gcache.protocol import PROTOCOL_VERSION, Op, Status, pack_answer
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.cluster import Cluster
-from cygnet.gcache.runtime.connection import Connection, Service
+from cygnet.gcache.runtime.compiled import compiled_core
+from cygnet.gcache.runtime.connection import Connection
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.greeting import ServerInfo
 from cygnet.gcache.runtime.node import ALONE, ClusterOptions, Node, no_cluster
 from cygnet.gcache.runtime.resp_connection import RespConnection
+from cygnet.gcache.runtime.service import Service
+from cygnet.gcache.runtime.shared_index import open_index
 from cygnet.gcache.runtime.shared_memory import ARENA, SOCKET, SharedMemory, open_shared_memory
 from cygnet.gcache.runtime.uploads import Uploads
 from cygnet.gcache.runtime.watchdog import Watchdog
@@ -54,6 +57,8 @@ class ServerOptions:
     cluster: ClusterOptions | None = None
     """None: it is alone."""
     limits: Limits = field(default_factory=Limits)
+    compiled: bool = True
+    """Use the compiled core, where there is one (`compiled`)."""
 
 
 class Server:
@@ -91,6 +96,8 @@ class Server:
             if self._resp is not None:
                 self._resp.close()
             raise
+        core = compiled_core(options.compiled)
+        self._index = open_index(core, shared, options.limits)
         self.cache = Cache(shared, self._disk, options.limits)
         self._unix = _listen_unix(folder / SOCKET)
         self._ids = itertools.count(1)
@@ -102,6 +109,7 @@ class Server:
         name = options.server_id or f"{options.host}:{self.port}"
         cluster = Cluster() if options.cluster is None else Cluster(options.cluster.name, name, folder)
         uploads = Uploads(self.cache)
+        self._share_index(cluster)
         self._node = None if options.cluster is None else self._join(options.cluster, cluster, uploads, shared)
         self.service = Service(
             cache=self.cache,
@@ -114,7 +122,10 @@ class Server:
                 arena=str(folder / ARENA),
                 socket=str(folder / SOCKET),
                 release=__version__,
+                index="" if self._index is None else str(self._index.path),
             ),
+            index=self._index,
+            core=core,
             token=options.token,
             cluster=cluster,
             drain=no_cluster if self._node is None else self._node.drain,
@@ -133,6 +144,13 @@ class Server:
             except BaseException:
                 self.close()
                 raise
+
+    def _share_index(self, cluster: Cluster) -> None:
+        if self._index is not None:
+            self.cache.memory.got_elsewhere = self._index.totals
+            cluster.answers_now = self._index.answer_epoch
+            if self.options.cluster is None:
+                self._index.answer_all()
 
     def _join(self, options: ClusterOptions, cluster: Cluster, uploads: Uploads, shared: SharedMemory) -> Node:
         me = ClusterServer(
@@ -180,6 +198,8 @@ class Server:
         for sock, thread in open_:
             _shut(sock, socket.SHUT_RDWR)
             thread.join(max(0.0, deadline - time.monotonic()))
+        if self._index is not None:
+            self._index.close()
         self.service.watchdog.close()
         self.service.uploads.expire(everything=True)
         self.cache.close(write_down=write_down, timeout_s=max(0.0, deadline - time.monotonic()))

@@ -14,11 +14,12 @@ class StaleViewError(CygnetError):
 class MappedArena:
     """A server's arena, mapped for reading."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, stamped: Callable[[int], int] | None = None) -> None:
         self.memory = memory
         self._words = memory[PAGE:].cast("Q")
+        self.generation = stamped or self._generation
 
-    def generation(self, slot: int) -> int:
+    def _generation(self, slot: int) -> int:
         """Of the object in a slot: rises before the memory of the one before is used again."""
         return self._words[slot * SLOT_WORDS] >> 2
 

@@ -7,7 +7,9 @@ down and nothing more is read, so nothing is written to anyone's memory afterwar
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -15,7 +17,14 @@ from cygnet.gcache.limits import MAX_META_BYTES
 from cygnet.gcache.protocol import HEAD_BYTES, FrameHead, unpack_head
 from cygnet.gcache.runtime.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from cygnet.gcache.runtime._core import Table
+
+T = TypeVar("T")
+
 BUFFER_BYTES = 4096
+SERVER_BUFFER_BYTES = 32 << 10
+"""Longer requests for values are left to the general way."""
 """Most that is read ahead of a head. What of it belongs to a value is copied, so it is small."""
 MAX_PARTS = 512
 """Pieces of memory per system call; systems take 1024."""
@@ -44,7 +53,7 @@ class Piece:
         self.digest = 0
         """Its hash, once it is full."""
         self.done = 0
-        self._hasher = xxh3_64(seed=seed) if checked and len(view) > STREAM_BYTES else None
+        self._hasher: xxh3_64 | None = None
 
     @property
     def is_full(self) -> bool:
@@ -54,6 +63,8 @@ class Piece:
     def take(self, count: int) -> int:
         """Up to `count` more bytes have arrived in the view; returns how many of them it takes."""
         fresh = min(count, len(self.view) - self.done)
+        if self._hasher is None and self.checked and fresh < len(self.view) and len(self.view) > STREAM_BYTES:
+            self._hasher = xxh3_64(seed=self.seed)
         if self._hasher is not None:
             self._hasher.update(self.view[self.done : self.done + fresh])
         self.done += fresh
@@ -70,8 +81,10 @@ class Wire:
     be closed.
     """
 
-    def __init__(self, sock: socket.socket, magic: bytes, watchdog: Watchdog) -> None:
+    def __init__(self, sock: socket.socket, magic: bytes, watchdog: Watchdog, core: ModuleType | None = None) -> None:
         self.sock = sock
+        self.core = core
+        """Compiled loops, if they are to be used."""
         sock.settimeout(None)
         self.deadline = float("inf")
         """Monotonic seconds, for all that follows; set it with `arm`."""
@@ -136,6 +149,70 @@ class Wire:
             self._fill(HEAD_BYTES, max(HEAD_BYTES, min(expected, BUFFER_BYTES)))
         return self._buffer[self._begin : self._end]
 
+    def serve_gets(self, table: "Table", block: int, timeout_ms: int) -> None:
+        """Answer GETs of what the table finds, until something else has come, which `peek` then shows."""
+        if self._buffer.nbytes < SERVER_BUFFER_BYTES:
+            wider = memoryview(bytearray(SERVER_BUFFER_BYTES))
+            wider[self._begin : self._end] = self._buffer[self._begin : self._end]
+            self._buffer = wider
+        span = self.run(table.serve, block, self._buffer, self._begin, self._end, timeout_ms)
+        if span is None:
+            raise self._ended()
+        self._begin, self._end = span
+
+    def get_one(
+        self, core: ModuleType, request: bytes, request_id: int, value: memoryview, seed: int, *, verify: bool
+    ) -> int | None:
+        """Ask for all of an object of one chunk, and take it in; its outcome, an `Item`.
+
+        `None`: the answer is another, and comes next. Nothing is in the buffer before.
+        """
+        return self._item(*self.run(core.get_one, request, request_id, value, seed, verify))
+
+    def put_one(
+        self, core: ModuleType, head: bytes, request_id: int, value: memoryview, seed: int | None
+    ) -> int | None:
+        """Store an object of one chunk, with a seed its checksum behind it; the rest is as for `get_one`."""
+        return self._item(*self.run(core.put_one, head, value, seed, request_id))
+
+    def _item(self, item: int | bool | None, read: bytes) -> int | None:
+        if item is None:
+            self.unread(read)
+        elif item is False:
+            raise self._ended()
+        return item
+
+    def send_hashed(self, head: bytes, values: Sequence[tuple[memoryview, int]], core: ModuleType) -> None:
+        """Send a head, chunks, and then the checksum of each chunk, made while it is on its way."""
+        views, seeds = [view for view, _ in values], [seed for _, seed in values]
+        self.sent(self.run(core.send_values, head, views, seeds))
+
+    def run(self, loop: Callable[..., T], *arguments: object) -> T:
+        """A compiled loop on the socket."""
+        try:
+            return loop(self.sock.fileno(), *arguments)
+        except OSError as error:
+            raise self._ended() if self.expired else error from None
+
+    def sent(self, all_: bool) -> None:
+        """What a compiled loop has said: not all was sent (or received) when the peer had closed."""
+        if not all_:
+            raise self._ended()
+
+    def take_read(self) -> bytes:
+        """What has been read ahead, to be dealt with elsewhere."""
+        data = bytes(self._buffer[self._begin : self._end])
+        self.drop()
+        return data
+
+    def unread(self, data: "bytes | memoryview") -> None:
+        """Put back what has been read, before what else is in the buffer."""
+        data = bytes(data) + self.take_read()
+        if len(data) > len(self._buffer):
+            self._buffer = memoryview(bytearray(len(data)))
+        self._buffer[: len(data)] = data
+        self._begin, self._end = 0, len(data)
+
     def drop(self) -> None:
         """All that `peek` showed has been dealt with."""
         self._begin = self._end = 0
@@ -164,6 +241,9 @@ class Wire:
 
     def read_pieces(self, pieces: Sequence[Piece]) -> None:
         """Fill all, in order, and hash those to be checked."""
+        if self.core is not None:
+            self._read_compiled(self.core, [piece for piece in pieces if not piece.is_full])
+            return
         at = 0
         while at < len(pieces):
             if pieces[at].is_full:
@@ -173,6 +253,28 @@ class Wire:
             while got:
                 got -= pieces[at].take(got)
                 at += pieces[at].is_full
+
+    def _read_compiled(self, core: ModuleType, pieces: Sequence[Piece]) -> None:
+        at = done = 0
+        while at < len(pieces) and self._begin < self._end:  # what was read ahead
+            view = pieces[at].view
+            size = min(self._end - self._begin, len(view) - done)
+            view[done : done + size] = self._buffer[self._begin : self._begin + size]
+            self._begin += size
+            done += size
+            if done == len(view):
+                pieces[at].take(done)
+                at, done = at + 1, 0
+        if at == len(pieces):
+            return
+        left = pieces[at:] if at else pieces
+        views = [piece.view for piece in left]
+        seeds = [piece.seed if piece.checked else None for piece in left]
+        digests: list[int] | None = self.run(core.read_pieces, views, seeds, done)
+        if digests is None:
+            raise self._ended()
+        for piece, digest in zip(left, digests, strict=True):
+            piece.done, piece.digest = len(piece.view), digest
 
     def _read_into(self, pieces: Sequence[Piece], at: int) -> int:
         target = pieces[at].view[pieces[at].done :]

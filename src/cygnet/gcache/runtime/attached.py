@@ -1,0 +1,74 @@
+"""A client's way to objects of a server on the same machine without asking it: the arena, its index, and a block to
+hold objects in place with, which lasts as long as one connection."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from cygnet.gcache.protocol import ANY, NO_BLOCK, Op, unpack_number
+from cygnet.gcache.runtime.shared_index import attach_index
+from cygnet.gcache.runtime.views import MappedArena, View
+
+if TYPE_CHECKING:
+    from cygnet.gcache.runtime._core import Table
+    from cygnet.gcache.runtime.channel import Channel
+    from cygnet.gcache.runtime.wire import Wire
+
+
+class EndedError(ConnectionError):
+    """The server that this was attached to has ended."""
+
+
+class Attached:
+    """Thread-safe. `None` and 0 mean that the server must be asked. Raises `EndedError`."""
+
+    def __init__(self, wire: "Wire", table: "Table", block: int, arena: MappedArena) -> None:
+        self._wire = wire
+        self._fd = wire.sock.fileno()
+        self._table = table
+        self._block = block
+        self._arena = arena
+        self._ended = False
+
+    def view(self, key: bytes, epoch: int, value_bytes: int = ANY) -> View | None:
+        """The object in place."""
+        if self._ended:
+            return None
+        found = self._table.view(self._fd, self._block, epoch, key, value_bytes)
+        if found is None:
+            return None
+        if isinstance(found, bool):
+            raise EndedError("the gcache server has ended")
+        slot, stamp, offset, size, hold = found
+        return View(self._arena, slot, stamp, offset, size, self._release, hold)
+
+    def copy_all(self, keys: list[bytes], buffers: list[memoryview], epoch: int) -> bytes:
+        """Fill buffers with objects of their size; 1 for each that is filled."""
+        if self._ended:
+            return bytes(len(keys))
+        copied = self._table.copy_all(self._fd, self._block, epoch, keys, buffers)
+        if isinstance(copied, bool):
+            raise EndedError("the gcache server has ended")
+        return copied
+
+    def close(self) -> None:
+        """What is held is let go. The block is the server's again, and perhaps another's."""
+        self._ended = True
+        self._wire.close()
+
+    def _release(self, hold: int) -> None:
+        if not self._ended:
+            self._table.release(self._block, hold)
+
+
+def attach(channel: "Channel", core: ModuleType) -> Attached | None:
+    """A way by a new unix connection, which is used for nothing else from now on; `None`: the server has none."""
+    if not channel.info.index or channel.arena is None:
+        return None
+    table = attach_index(Path(channel.info.index), core, channel.arena.memory)
+    if table is None:
+        return None
+    block, _ = unpack_number(channel.call(Op.ATTACH))
+    if block == NO_BLOCK:
+        return None
+    return Attached(channel.wire, table, block, MappedArena(channel.arena.memory, table.generation))
