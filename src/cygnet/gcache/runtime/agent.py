@@ -113,7 +113,9 @@ class Agent:
         elif self._has_left:
             return False  # it was emptied and taken off the list: it waits to be stopped
         if must_be_empty(view, self._me.id):
-            self._cluster.wait_for_quiet(self._cluster.epoch + 1, CHANGE_TIMEOUT_S)
+            # What is still being stored would be found after all.
+            if not self._cluster.wait_for_quiet(self._cluster.epoch + 1, CHANGE_TIMEOUT_S):
+                raise RegistryError("requests of an older view are still under way; this server can't be emptied yet")
             self._empty()
         view = joined(view, self._me)
         others = [s.id for s in view.servers if s.state is not State.DOWN and s.id != self._me.id]

@@ -163,7 +163,8 @@ class GCacheClient:
 
         def ask(peer: Peer, some: list[int]) -> list[bool]:
             flags = TOUCH if touch else 0
-            return _flags(peer, Op.EXISTS, [wants[at] for at in some], pack_wants, flags, deadline)
+            found = _flags(peer, Op.EXISTS, [wants[at] for at in some], pack_wants, flags, deadline)
+            return [there is True for there in found]
 
         return self._per_peer(keys, route, ask, False)
 
@@ -256,7 +257,7 @@ class GCacheClient:
         deadline = self._deadline(timeout_s)
 
         def ask(peer: Peer, some: list[int]) -> list[bool | None]:
-            return [*_flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)]
+            return _flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)
 
         return self._per_peer(_checked(keys), route, ask, None)
 
@@ -434,9 +435,9 @@ def check_peer(name: str, peer: Peer, deadline: float) -> None:
 
 def _flags(
     peer: Peer, op: Op, items: Sequence[T], pack: Callable[[Sequence[T]], bytes], flags: int, deadline: float
-) -> list[bool]:
+) -> list[bool | None]:
     """What a server says of each item, in as many frames as it takes."""
-    answers: list[bool] = []
+    answers: list[bool | None] = []
     with peer.channel(deadline) as channel:
         for first in range(0, len(items), FLAGS_PER_FRAME):
             some = items[first : first + FLAGS_PER_FRAME]

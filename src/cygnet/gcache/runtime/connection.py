@@ -33,6 +33,7 @@ from cygnet.gcache.protocol import (
     pack_answer,
     pack_flags,
     pack_gots,
+    pack_number,
     pack_viewed,
     unpack_keys,
     unpack_number,
@@ -100,6 +101,7 @@ class Connection:
             Op.MEMBERS: self._members,
             Op.ADOPT: self._adopt,
             Op.DRAIN: self._drain_server,
+            Op.TICKET: self._ticket,
         }
 
     def run(self) -> None:
@@ -234,6 +236,9 @@ class Connection:
 
     def _audit(self, head: FrameHead, meta: bytes, deadline: float) -> None:
         self._answer(head, msgspec.json.encode(self._cache.audit()[:1000]))
+
+    def _ticket(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        self._answer(head, pack_number(self._cache.memory.ticket()))
 
     # --- values out
 

@@ -12,7 +12,7 @@ from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.cluster import Cluster
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.mover import Mover
-from cygnet.gcache.runtime.registry import Registry
+from cygnet.gcache.runtime.registry import Registry, RegistryError
 from cygnet.gcache.runtime.uploads import Uploads
 
 DEFAULT_CLUSTER = "default"
@@ -123,6 +123,9 @@ class Node:
     def _empty(self) -> None:
         self._uploads.expire(everything=True)
         self._cache.clear(None, time.monotonic() + EMPTY_TIMEOUT_S)
+        stats = self._cache.stats()
+        if stats["objects"] or stats["disk_objects"]:
+            raise RegistryError("what this server holds is still being used; it can't be emptied yet")
 
 
 def no_cluster(id_: str, undo: bool) -> View:
