@@ -71,6 +71,7 @@ def serve(
     weight: Annotated[int, _option("N", "its share of the keys [100]")] = 100,
     grace: Annotated[float, _option("S", "seconds gone before others get its keys [60]")] = 60.0,
     move_rate: Annotated[str, _option("SIZE", "bytes/s to move to others, 0 for any [256MiB]")] = "256MiB",
+    fenced: Annotated[bool, typer.Option("--fenced", help="refuse when others may have given it up")] = False,
     write_down: Annotated[bool, typer.Option("--write-down", help="at the end, copy memory to disk")] = False,
     open_: Annotated[bool, typer.Option("--no-token", help="allow a public address without a token")] = False,
     json: Annotated[bool, typer.Option("--json", help="say that it serves as a line of JSON")] = False,
@@ -97,7 +98,7 @@ def serve(
         public=open_,
     )
     if etcd:
-        options = joining(options, etcd, cluster, advertise, group, weight, grace, move_rate)
+        options = joining(options, etcd, cluster, advertise, group, weight, grace, move_rate, fenced)
     server = Server(options)
     try:
         metrics = None if metrics_port is None else Exposition(server.stats, host, metrics_port)

@@ -14,7 +14,7 @@ from cygnet.gcache.limits import Limits
 from cygnet.gcache.membership import Server as ClusterServer
 from cygnet.gcache.protocol import PROTOCOL_VERSION, Op, Status, pack_answer
 from cygnet.gcache.runtime.cache import Cache
-from cygnet.gcache.runtime.cluster import Cluster
+from cygnet.gcache.runtime.cluster import FOR_EVER, Cluster
 from cygnet.gcache.runtime.connection import Connection, Service
 from cygnet.gcache.runtime.disk_tier import DiskTier
 from cygnet.gcache.runtime.greeting import ServerInfo
@@ -100,7 +100,7 @@ class Server:
         self._started = time.monotonic()
         self.refused = 0
         name = options.server_id or f"{options.host}:{self.port}"
-        cluster = Cluster() if options.cluster is None else Cluster(options.cluster.name, name, folder)
+        cluster = Cluster() if options.cluster is None else _cluster(options.cluster, name, folder)
         uploads = Uploads(self.cache)
         self._node = None if options.cluster is None else self._join(options.cluster, cluster, uploads, shared)
         self.service = Service(
@@ -229,6 +229,10 @@ class Server:
         finally:
             with self._lock:
                 del self._connections[owner]
+
+
+def _cluster(options: ClusterOptions, name: str, folder: Path) -> Cluster:
+    return Cluster(options.name, name, folder, term_s=options.grace_s if options.fenced else FOR_EVER)
 
 
 def _listen(host: str, port: int) -> socket.socket:
