@@ -128,6 +128,36 @@ def test_planned_changes_wait_for_each_other_and_lost_servers_do_not() -> None:
     assert set(owners(settled(hurried))) == {"c", "d", "e"}
 
 
+def test_when_the_only_taker_of_a_drain_is_lost_the_drained_server_is_kept() -> None:
+    view = advanced(draining(cluster("a", "b"), "a"))
+    assert set(owners(view)) == {"b"}
+    view = advanced(lost(view, "b"))
+    assert set(owners(view)) == {"a"}, "nobody could put anything for ever"
+    assert settled(view).server("a").state is State.ACTIVE  # type: ignore[union-attr]
+
+
+def test_when_all_takers_are_lost_a_server_that_has_just_come_takes_all() -> None:
+    view = advanced(joined(advanced(draining(cluster("a", "b"), "a")), entry("c")))
+    assert set(owners(view)) == {"b"}
+    view = advanced(lost(view, "b"))
+    assert set(owners(view)) == {"c"}
+    assert ["a"] in [Owners(view).older(key) for key in KEYS[:20]]
+    assert settled(view).has_left("a"), "it goes on being drained"
+
+
+def test_servers_lost_one_after_another_while_things_move_do_not_stop_the_rest() -> None:
+    """However many are lost before anything settles, no key waits for one of them."""
+    view = advanced(draining(cluster("a", "b", "c", "d", "e", "f", "g"), "a"))
+    for id_ in "bcdef":
+        before = owners(view)
+        view = advanced(lost(view, id_))
+        assert view.audit() == []
+        assert id_ not in owners(view)
+        assert all(new == old for old, new in zip(before, owners(view), strict=True) if old != id_)
+    assert set(owners(view)) == {"g"}
+    assert settled(view).has_left("a")
+
+
 def test_a_server_that_restarts_keeps_its_place_and_one_that_was_lost_comes_back_empty() -> None:
     view = cluster("a", "b")
     again = joined(view, entry("a", incarnation="new", host="127.0.0.2"))
