@@ -251,13 +251,15 @@ class Peer:
                 pass
         return self._arena is not None
 
-    def channel(self, deadline: float, *, unix: bool = False) -> "Lent":
+    def channel(self, deadline: float, *, unix: bool = False, background: bool = False) -> "Lent":
         """A connection to use in a `with` block, with its deadline set.
+
+        A call in the `background` that is late does not have the server left alone: others may be more patient.
 
         It is closed if the block fails: it may be in mid-frame. Entering raises `UnavailableError` while the server is
         left alone, `DeadlineError`, other `OSError`s, and `GCacheError`.
         """
-        return Lent(self, deadline, unix)
+        return Lent(self, deadline, unix, background)
 
     def close(self) -> None:
         """Close the connections that are idle; others are closed when they are given back."""
@@ -376,16 +378,17 @@ class Peer:
 class Lent:
     """A connection of a peer for the length of a `with` block."""
 
-    __slots__ = ("_budget_s", "_channel", "_deadline", "_peer", "_unix")
+    __slots__ = ("_background", "_budget_s", "_channel", "_deadline", "_peer", "_unix")
 
-    def __init__(self, peer: Peer, deadline: float, unix: bool) -> None:
+    def __init__(self, peer: Peer, deadline: float, unix: bool, background: bool = False) -> None:
+        self._background = background
         self._peer = peer
         self._deadline = deadline
         self._unix = unix
 
     def __enter__(self) -> Channel:
         peer, deadline, unix = self._peer, self._deadline, self._unix
-        self._budget_s = deadline - time.monotonic()
+        self._budget_s = 0.0 if self._background else deadline - time.monotonic()
         channel = peer.check_out(deadline, unix=unix)
         try:
             if channel is None or not channel.looks_open():
