@@ -110,13 +110,13 @@ class Host:
 
     def fill_up(self) -> None:
         """Take all room of its file system."""
-        with (self.folder / "filler").open("wb") as filler:
-            try:
-                while True:
-                    filler.write(bytes(1 << 20))
-                    filler.flush()
-            except OSError:
-                return
+        with (self.folder / "filler").open("wb", buffering=0) as filler:
+            for size in (1 << 20, 1 << 12):
+                try:
+                    while filler.write(bytes(size)):
+                        pass
+                except OSError:
+                    continue
 
     def make_room(self) -> None:
         (self.folder / "filler").unlink()

@@ -62,6 +62,7 @@ def serve(
         ),
     ] = None,
     max_connections: Annotated[int, _option("N", "connections at once [256]")] = 256,
+    cpus: Annotated[str, _option("LIST", "run there: 0-3,8 or node:1 or nic:eth0 [anywhere]")] = "",
     metrics_port: Annotated[int | None, _option("PORT", "publish Prometheus metrics there")] = None,
     server_id: Annotated[str, _option("NAME", "name in placement [HOST:PORT]")] = "",
     etcd: Annotated[str, _option("LIST", "join a cluster: its etcd, HOST[:PORT],HOST[:PORT]")] = "",
@@ -80,6 +81,10 @@ def serve(
     import signal
 
     ends = _hold_signals()  # first: libraries start threads when they are loaded
+    if cpus:
+        from cygnet.gcache.runtime.affinity import keep_to
+
+        keep_to(cpus)
     from cygnet.gcache.runtime.exposition import Exposition
     from cygnet.gcache.runtime.server import Server
 

@@ -14,6 +14,7 @@ from cygnet.gcache.limits import MAX_FRAME_BYTES
 from cygnet.gcache.placement import Member, Placement, root_place
 from cygnet.gcache.protocol import ANY, EVERYTHING, TOUCH, Op, Want, pack_keys, pack_wants, unpack_flags
 from cygnet.gcache.record import CHUNK_BYTES, is_full_key
+from cygnet.gcache.runtime.affinity import keep_threads_to
 from cygnet.gcache.runtime.channel import Address, GCacheError, Peer
 from cygnet.gcache.runtime.lanes import (
     FAILURES,
@@ -64,6 +65,8 @@ class ClientOptions:
     """Of a value per frame, a multiple of 1 MiB."""
     io_threads: int = 8
     """Beside the caller's own."""
+    cpus: str = ""
+    """Where these run (`affinity.parse_cpus`); empty: where the caller may."""
     same_host: bool = True
     """Read the arena of a server on this machine directly, where this user may."""
     verify: bool = True
@@ -93,8 +96,9 @@ class Means:
 
     @classmethod
     def of(cls, options: ClientOptions) -> "Means":
-        """As many as the options say."""
-        return cls(Team(options.io_threads, "gcache-io"), Watchdog("gcache-deadlines"))
+        """As many as the options say. Raises `ConfigError`."""
+        begin = keep_threads_to(options.cpus) if options.cpus else bool
+        return cls(Team(options.io_threads, "gcache-io", begin), Watchdog("gcache-deadlines"))
 
     def peer(self, server: Address, options: ClientOptions) -> Peer:
         """Connections to a server, which are watched here."""
