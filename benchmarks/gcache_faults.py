@@ -9,7 +9,8 @@ acknowledged writes: of a key that changes, nothing older than the last acknowle
     failed   operations that ended with anything but a value or a miss
     foreign  operations on servers that nothing had happened to, and that failed or missed all the same
     wrong    values that are not what was put, or are older than what was acknowledged
-    radius   objects missed, of those that the server at fault owns
+    radius   objects that were missed or could not be put, to those that the server at fault owns: 1 at most, if no
+             other server's are among them
     late     longest time by which an operation ended after its deadline
     hits     after the fault, of the objects that never change
     lost     of these, gone after a planned change
@@ -75,17 +76,18 @@ class Row:
 
 @dataclass
 class Load:
-    """A reader and a writer, from `__enter__` to `__exit__`. `at_fault`: whose keys may miss."""
+    """A reader and a writer, from `__enter__` to `__exit__`."""
 
     sdk: Sequence[ClusterClient]
     still: range
     changing: range
-    at_fault: str = ""
+    at_risk: frozenset[int] = frozenset()
+    """Objects of the server at fault: these may miss."""
     operations: int = 0
     failed: int = 0
     foreign: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    missed: set[int] = field(default_factory=set)
+    touched: set[int] = field(default_factory=set)
     late_s: float = 0.0
     acknowledged: dict[int, int] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
@@ -111,13 +113,13 @@ class Load:
         goal = self.passes + passes
         wait_until(lambda: self.passes >= goal or bool(self.wrong), "the load stands still", 120.0)
 
-    def clear(self, at_fault: str = "") -> None:
+    def clear(self, at_risk: frozenset[int] = frozenset()) -> None:
         """Count anew, for another fault."""
         with self._lock:
-            self.at_fault = at_fault
+            self.at_risk = at_risk
             self.operations = self.failed = 0
             self.late_s = 0.0
-            self.missed.clear()
+            self.touched.clear()
             self.foreign.clear()
 
     def _run(self, work: Callable[[ClusterClient], None], sdk: ClusterClient) -> None:
@@ -126,9 +128,8 @@ class Load:
         except BaseException as error:
             self.wrong.append(f"the load has ended: {error!r}")
 
-    def _timed(self, sdk: ClusterClient, number: int, call: Callable[[], object]) -> object:
+    def _timed(self, number: int, call: Callable[[], object]) -> object:
         began = time.monotonic()
-        owner = sdk.placement.owner(key(number))
         answer = call()
         late = time.monotonic() - began - TIMEOUT_S
         with self._lock:
@@ -136,12 +137,11 @@ class Load:
             self.late_s = max(self.late_s, late)
             if isinstance(answer, Outcome) and answer is not Outcome.OK:
                 self.failed += answer is not Outcome.MISS
-                if owner != self.at_fault and number in self.still:
-                    self.foreign.append(f"{number} of {owner}: {answer.value}")
-                elif number in self.still:
-                    self.missed.add(number)
-                elif owner != self.at_fault and answer is not Outcome.MISS:
-                    self.foreign.append(f"put {number} to {owner}: {answer.value}")
+                if answer is Outcome.MISS and number not in self.still:
+                    return answer  # after a put that failed
+                self.touched.add(number)
+                if number not in self.at_risk:
+                    self.foreign.append(f"{number}: {answer.value}")
         return answer
 
     def _write(self, sdk: ClusterClient) -> None:
@@ -151,7 +151,7 @@ class Load:
             for number in self.changing:
                 self.begun[number] = turn
                 value = value_of(number, turn)
-                if self._timed(sdk, number, partial(sdk.put, key(number), value)) is Outcome.OK:
+                if self._timed(number, partial(sdk.put, key(number), value)) is Outcome.OK:
                     self.acknowledged[number] = turn
                 if self._stop.wait(0.005):
                     return
@@ -160,7 +160,7 @@ class Load:
         while not self._stop.is_set():
             for number in (*self.still, *self.changing):
                 least = self.acknowledged.get(number, 0)
-                got = self._timed(sdk, number, partial(sdk.get, key(number)))
+                got = self._timed(number, partial(sdk.get, key(number)))
                 if isinstance(got, bytearray):
                     self._judge(number, got, least)
                 if self._stop.is_set():
@@ -235,14 +235,14 @@ class Faults:
 
     def fault(self, what: str, at_fault: str, begin: Callable[[], None], end: Callable[[], None]) -> Row:
         """One fault: begins, lasts for two passes of the load, ends; then everything is read once more."""
-        mine = sum(self.patient.placement.owner(key(n)) == at_fault for n in self.still)
-        self.load.clear(at_fault)
+        owner = self.patient.placement.owner
+        at_risk = frozenset(n for n in (*self.still, *self.changing) if owner(key(n)) == at_fault)
+        self.load.clear(at_risk)
         begin()
         self.load.go_on()
         end()
-        self.load.at_fault = at_fault
         row = Row(what, self.load.operations, self.load.failed, len(self.load.foreign), len(self.load.wrong))
-        row.radius = len(self.load.missed) / mine if mine else None
+        row.radius = len(self.load.touched) / len(at_risk) if at_risk else None
         row.late_ms = max(0.0, self.load.late_s * 1e3)
         self.recover(row)
         return row
