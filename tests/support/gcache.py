@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,14 @@ from cygnet.gcache.runtime.client import ClientOptions, GCacheClient
 from cygnet.gcache.runtime.server import Server, ServerOptions
 
 MIB = 1 << 20
+
+
+def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Until `true()`."""
+    until = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
 
 
 def key(name: object, namespace: bytes = b"test") -> bytes:
