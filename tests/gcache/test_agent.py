@@ -4,11 +4,17 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cygnet.gcache.membership import Server, State, View, advanced, draining, finished, joined
+import pytest
+
+from cygnet.base.errors import ConfigError
+from cygnet.gcache.membership import Server as ClusterServer
+from cygnet.gcache.membership import State, View, advanced, draining, finished, joined
 from cygnet.gcache.runtime.agent import VIEW, Agent
 from cygnet.gcache.runtime.cluster import FOR_EVER, Cluster, decode_view
 from cygnet.gcache.runtime.inquiry import confirmed_at
+from cygnet.gcache.runtime.node import ClusterOptions
 from cygnet.gcache.runtime.registry import LocalRegistry, RegistryError, Snapshot
+from cygnet.gcache.runtime.server import Server, ServerOptions
 
 GRACE_S, TTL_S, STEP_S = 60, 5, 2
 
@@ -36,7 +42,7 @@ class World:
         node.agent = Agent(
             Seen(self, name),
             node.cluster,
-            Server(name, "127.0.0.1", 1000 + ord(name), incarnation, weight=3),
+            ClusterServer(name, "127.0.0.1", 1000 + ord(name), incarnation, weight=3),
             empty=node.empty,
             grace_s=GRACE_S,
             ttl_s=TTL_S,
@@ -262,7 +268,7 @@ def test_fenced_servers_that_reach_each_other_go_on_without_the_registry_as_long
 
 def test_a_server_that_restarts_without_the_registry_is_fenced_until_it_knows(tmp_path: Path) -> None:
     first = Cluster("test", "a", tmp_path)
-    first.adopt(advanced(joined(joined(View("test"), Server("a", "h", 1)), Server("b", "h", 2))))
+    first.adopt(advanced(joined(joined(View("test"), ClusterServer("a", "h", 1)), ClusterServer("b", "h", 2))))
     plain = Cluster("test", "a", tmp_path)
     assert plain.resume()
     assert plain.answers(first.epoch)
@@ -276,6 +282,12 @@ def test_a_server_that_restarts_without_the_registry_is_fenced_until_it_knows(tm
     assert again.answers(first.epoch)
     now += GRACE_S
     assert not again.answers(first.epoch)
+
+
+def test_a_fence_shorter_than_a_sign_of_life_is_refused() -> None:
+    own = ClusterOptions(LocalRegistry(), grace_s=5.0, ttl_s=5, fenced=True)
+    with pytest.raises(ConfigError, match="raise --grace"):
+        Server(ServerOptions(port=0, cluster=own))
 
 
 def test_what_the_others_say_confirms_a_view_only_if_nobody_sees_the_registry() -> None:

@@ -68,6 +68,11 @@ class Server:
             raise ConfigError("the gcache token must be ASCII")
         if options.cluster is not None and options.resp_port is not None:
             raise ConfigError("a gcache server in a cluster serves no Redis clients: they know no owners of keys")
+        if options.cluster is not None and options.cluster.fenced and options.cluster.grace_s <= options.cluster.ttl_s:
+            raise ConfigError(
+                f"a fenced gcache server needs a grace of more than {options.cluster.ttl_s} s, not "
+                f"{options.cluster.grace_s:g} s: it would refuse between two signs of life; raise --grace"
+            )
         self._tcp = _listen(options.host, options.port)
         self.port: int = self._tcp.getsockname()[1]
         try:
