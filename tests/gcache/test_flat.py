@@ -16,7 +16,7 @@ from cygnet.gcache.runtime.server import Server
 from cygnet.kv.store import Outcome
 from support.gcache import MIB, key, server, wait_until
 
-ROUNDS = 5
+ROUNDS = 3
 
 
 def held() -> tuple[int, int, int]:

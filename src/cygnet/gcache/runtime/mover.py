@@ -183,8 +183,7 @@ class Mover:
                 channel.wire.sock.shutdown(socket.SHUT_RDWR)
         if self._thread.ident is not None:
             self._thread.join()
-        for peer in self._peers.values():
-            peer.close()
+        self._let_go()
         self._means.close(time.monotonic() + PUSH_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -193,6 +192,7 @@ class Mover:
             view = self._cluster.view
             if view.is_settled:
                 self._cache.memory.end_tickets()
+                self._let_go()
             if view.is_settled or done == view.epoch or not self._cluster.is_up:
                 self._cluster.wait_for_change(view.epoch, PAUSE_S)
                 continue
@@ -204,6 +204,12 @@ class Mover:
                 done = view.epoch
             except CygnetError:  # the registry can't be reached, or says no: it is told again
                 self._stop.wait(PAUSE_S)
+
+    def _let_go(self) -> None:
+        """Close connections: servers come back at other addresses, or not at all."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
 
     def _goes_on(self, view: View) -> bool:
         return not self._stop.is_set() and self._cluster.epoch == view.epoch
