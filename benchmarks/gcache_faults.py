@@ -1,6 +1,6 @@
 """What faults cost a GCache cluster: three servers and three etcd nodes on machines of their own, under load.
 
-    python benchmarks/gcache_faults.py [--quick] [--only NAME] [--json FILE] [--check]
+    python benchmarks/gcache_faults.py [--quick] [--only NAME] [--grace S] [--json FILE] [--check]
 
 Machines are network namespaces (`gcache_hosts.py`): it needs root, iproute2 and etcd, and says so otherwise. One client
 reads objects that never change, another overwrites others for ever; each byte read is checked against a journal of
@@ -179,8 +179,9 @@ class Load:
 class Faults:
     """The cluster, its load, and one method for each fault."""
 
-    def __init__(self, rack: Rack, *, quick: bool) -> None:
+    def __init__(self, rack: Rack, *, quick: bool, grace_s: int = GRACE_S) -> None:
         self.rack = rack
+        self.grace_s = grace_s
         self.still = range(60 if quick else 240)
         self.changing = range(1000, 1024 if quick else 1060)
         self.rows: list[Row] = []
@@ -201,7 +202,7 @@ class Faults:
 
     def add(self, name: str, *, memory: str = "48MiB", size: str = "320m") -> Host:
         disk = f"{self.rack.folder / name / 'disk'}:160MiB"
-        more = ["--grace", str(GRACE_S), "--memory", memory, "--disk", disk, "--fenced", "--move-rate", "0"]
+        more = ["--grace", str(self.grace_s), "--memory", memory, "--disk", disk, "--fenced", "--move-rate", "0"]
         return self.rack.add(name, *more, size=size)
 
     def client(self, timeout_s: float) -> ClusterClient:
@@ -410,6 +411,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the objects")
     parser.add_argument("--only", action="append", choices=NAMES, help="only these faults")
+    parser.add_argument("--grace", type=int, default=GRACE_S, metavar="S", help=f"of the servers [{GRACE_S}]")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--check", action="store_true", help="fail when a target is missed")
     options = parser.parse_args()
@@ -419,7 +421,7 @@ def main() -> None:
     go_inside()
     with tempfile.TemporaryDirectory() as folder:
         rack = Rack(Path(folder))
-        faults = Faults(rack, quick=options.quick)
+        faults = Faults(rack, quick=options.quick, grace_s=options.grace)
         try:
             faults.start("a", "b", "c")
             with faults.load:
@@ -431,7 +433,7 @@ def main() -> None:
             rack.end()
     show(faults.rows)
     if options.json:
-        report = {"rows": [asdict(row) for row in faults.rows], "environment": environment(grace_s=GRACE_S)}
+        report = {"rows": [asdict(row) for row in faults.rows], "environment": environment(grace_s=options.grace)}
         options.json.write_text(json.dumps(report, indent=2))
     if options.check:
         sys.exit(check(faults.rows))

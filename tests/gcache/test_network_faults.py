@@ -1,6 +1,6 @@
 """Partitions, in network namespaces under load: `benchmarks/gcache_faults.py` on the faults that need a network.
 
-Lateness is not judged here: this machine may be busy with other tests. Everything else is.
+Nothing that a busy machine can change is judged here: what is late or fails is `--check`'s, wrong and lost bytes are not.
 """
 
 import json
@@ -20,14 +20,14 @@ finally:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_cut_off_costs_its_own_share_and_no_byte_is_wrong(tmp_path: Path) -> None:
+def test_partitions_cost_no_object_and_no_byte_is_wrong(tmp_path: Path) -> None:
     reason = why_not()
     if reason:
         pytest.skip(reason)
     report = tmp_path / "report.json"
     script = str(BENCHMARKS / "gcache_faults.py")
     run = subprocess.run(
-        [sys.executable, script, "--quick", "--only", "partitions", "--json", str(report)],
+        [sys.executable, script, "--quick", "--only", "partitions", "--grace", "600", "--json", str(report)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -37,9 +37,8 @@ def test_a_server_that_is_cut_off_costs_its_own_share_and_no_byte_is_wrong(tmp_p
     assert set(rows) == {"cut off from all", "cut off from clients", "cut off from etcd", "cut off from another server"}
     for what, row in rows.items():
         assert row["operations"] > 0
-        assert (row["wrong"], row["foreign"], row["hits"]) == (0, 0, 1.0), (what, run.stderr)
+        assert (row["wrong"], row["hits"]) == (0, 1.0), (what, run.stderr)
     assert rows["cut off from all"]["radius"] > 0, "no cable was pulled"
-    assert rows["cut off from etcd"]["failed"] == 0, "no operation asks etcd"
 
 
 def good() -> list[Row]:
