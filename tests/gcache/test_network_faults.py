@@ -1,6 +1,6 @@
 """Partitions, in network namespaces under load: `benchmarks/gcache_faults.py` on the faults that need a network.
 
-Nothing that a busy machine can change is judged here: what is late or fails is `--check`'s, wrong and lost bytes are not.
+What is late or fails is left to `--check`: a busy machine changes it. Wrong and lost bytes are judged here.
 """
 
 import json
