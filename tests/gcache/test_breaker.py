@@ -1,9 +1,17 @@
 """A failing server is left alone, and tried again by one call at a time."""
 
+import socket
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cygnet.gcache.breaker import FIRST_PAUSE_NS, LONGEST_PAUSE_NS, Breaker
+from cygnet.gcache.runtime.channel import Address
+from cygnet.gcache.runtime.client import ClientOptions, Means
+from cygnet.gcache.runtime.peer_in_epoch import newer_view
+from cygnet.gcache.runtime.wire import DeadlineError
 
 S = 1_000_000_000
 
@@ -65,3 +73,21 @@ def test_it_never_shuts_for_good(steps: list[tuple[str, int]]) -> None:
             breaker.allows(now)
         assert breaker.is_open == (breaker.failures > 0)
     assert breaker.probing or breaker.allows(now + LONGEST_PAUSE_NS)
+
+
+def test_a_late_answer_in_the_background_does_not_have_a_server_left_alone() -> None:
+    """A client asks for news with little patience; operations may have more."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = ClientOptions(io_threads=0, same_host=False)
+        means = Means.of(options)
+        peer = means.peer(Address("127.0.0.1", silent.getsockname()[1]), options)
+        try:
+            with pytest.raises(DeadlineError):
+                newer_view(peer, 0, 0.05)
+            assert not peer.is_failing
+            with pytest.raises(DeadlineError), peer.channel(time.monotonic() + 0.05):
+                pass
+            assert peer.is_failing
+        finally:
+            peer.close()
+            means.close(time.monotonic() + 5.0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cygnet.base.errors import ConfigError
+from cygnet.gcache.changes import Changes
 from cygnet.gcache.membership import (
     MAX_PLACEMENTS,
     RAMP,
@@ -128,6 +129,36 @@ def test_planned_changes_wait_for_each_other_and_lost_servers_do_not() -> None:
     assert set(owners(settled(hurried))) == {"c", "d", "e"}
 
 
+def test_when_the_only_taker_of_a_drain_is_lost_the_drained_server_is_kept() -> None:
+    view = advanced(draining(cluster("a", "b"), "a"))
+    assert set(owners(view)) == {"b"}
+    view = advanced(lost(view, "b"))
+    assert set(owners(view)) == {"a"}, "nobody could put anything for ever"
+    assert settled(view).server("a").state is State.ACTIVE  # type: ignore[union-attr]
+
+
+def test_when_all_takers_are_lost_a_server_that_has_just_come_takes_all() -> None:
+    view = advanced(joined(advanced(draining(cluster("a", "b"), "a")), entry("c")))
+    assert set(owners(view)) == {"b"}
+    view = advanced(lost(view, "b"))
+    assert set(owners(view)) == {"c"}
+    assert ["a"] in [Owners(view).older(key) for key in KEYS[:20]]
+    assert settled(view).has_left("a"), "it goes on being drained"
+
+
+def test_servers_lost_one_after_another_while_things_move_do_not_stop_the_rest() -> None:
+    """However many are lost before anything settles, no key waits for one of them."""
+    view = advanced(draining(cluster("a", "b", "c", "d", "e", "f", "g"), "a"))
+    for id_ in "bcdef":
+        before = owners(view)
+        view = advanced(lost(view, id_))
+        assert view.audit() == []
+        assert id_ not in owners(view)
+        assert all(new == old for old, new in zip(before, owners(view), strict=True) if old != id_)
+    assert set(owners(view)) == {"g"}
+    assert settled(view).has_left("a")
+
+
 def test_a_server_that_restarts_keeps_its_place_and_one_that_was_lost_comes_back_empty() -> None:
     view = cluster("a", "b")
     again = joined(view, entry("a", incarnation="new", host="127.0.0.2"))
@@ -187,7 +218,8 @@ def owners_of(view: View) -> Owners:
 
 
 class Moving(RuleBasedStateMachine):
-    """Servers that go over to new views late, clients that hold old ones, movers that stop half way; one dumb dict.
+    """Servers that go over to new views late, clients that hold old ones, movers that stop half way, pushes that land
+    when they have been given up; one dumb dict.
 
     A client's answer is right when it is the value that was last stored, or a miss: a miss only when the value was
     somewhere that was lost, or had no room. Of a server that was given up but runs on, and clients that have not heard
@@ -203,6 +235,9 @@ class Moving(RuleBasedStateMachine):
         self.views = {self.view.epoch: self.view}
         self.stored: dict[bytes, int] = {}
         self.may_be_lost: set[bytes] = set()
+        self.changes = {id_: Changes(most=3) for id_ in IDS}
+        self.on_the_way: list[tuple[str, bytes, int, int]] = []
+        """Pushes that their servers have given up: for whom, what, and under which ticket."""
         self.turn = 0
 
     def change(self, view: View) -> None:
@@ -235,6 +270,7 @@ class Moving(RuleBasedStateMachine):
             if self.stored.get(name) == self.held[id_][name]:
                 self.may_be_lost.add(name)
         self.held[id_] = contents
+        self.end_pushes(id_)
         self.change(joined(self.view, small(id_)))
         self.epoch[id_] = self.view
 
@@ -255,6 +291,12 @@ class Moving(RuleBasedStateMachine):
         self.may_be_lost |= set(self.held.get(id_, {}))
         if crashes:
             self.epoch.pop(id_, None)
+            self.end_pushes(id_)
+
+    def end_pushes(self, id_: str) -> None:
+        """A process ends with its connections; one that empties itself waits for what is being stored."""
+        self.on_the_way = [push for push in self.on_the_way if push[0] != id_]
+        self.changes[id_] = Changes(most=3)
 
     @rule(id_=ids)
     def restart(self, id_: str) -> None:
@@ -303,6 +345,29 @@ class Moving(RuleBasedStateMachine):
             self.change(finished(self.view, id_, view.epoch))
 
     @rule(id_=ids, name=names)
+    def push_slowly(self, id_: str, name: bytes) -> None:
+        """An object's new owner has been sent it, and does not come to store it before the old one gives up."""
+        view = self.epoch.get(id_)
+        if view is None or view.is_settled or name not in self.held[id_] or self.is_cut_off(id_):
+            return
+        target = owners_of(view).newest(name)
+        if target != id_ and self.ask(view, target):
+            self.on_the_way.append((target, name, self.held[id_][name], self.changes[target].ticket()))
+
+    @rule(at=st.integers(0, 5))
+    def land(self, at: int) -> None:
+        if at < len(self.on_the_way):
+            target, name, value, ticket = self.on_the_way.pop(at)
+            if name not in self.held[target] and self.changes[target].allows(name, ticket):
+                self.held[target][name] = value
+
+    @rule(id_=ids)
+    def calm(self, id_: str) -> None:
+        """Nothing moves by this server's view."""
+        if id_ in self.epoch and self.epoch[id_].is_settled:
+            self.changes[id_].disarm()
+
+    @rule(id_=ids, name=names)
     def evict(self, id_: str, name: bytes) -> None:
         """For want of room."""
         if self.held.get(id_, {}).pop(name, None) == self.stored.get(name):
@@ -316,12 +381,28 @@ class Moving(RuleBasedStateMachine):
         for older in asked.older(name):
             if not self.ask(view, older):
                 return  # refused before anything was stored
-            if self.held[older].pop(name, None) == self.stored.get(name):
-                self.may_be_lost.add(name)
+            self.drop(older, name)
         newest = asked.newest(name)
         if self.ask(view, newest) and not self.is_cut_off(newest):
             self.held[newest][name] = self.stored[name] = self.turn
+            self.changes[newest].note(name)
             self.may_be_lost.discard(name)
+
+    def drop(self, id_: str, name: bytes) -> None:
+        if self.held[id_].pop(name, None) == self.stored.get(name):
+            self.may_be_lost.add(name)
+        self.changes[id_].note(name)
+
+    @rule(name=names, back=st.integers(0, 3))
+    def delete(self, name: bytes, back: int) -> None:
+        view = self.views[max(min(self.views), self.view.epoch - back)]
+        asked = owners_of(view)
+        for owner in (*asked.older(name), asked.newest(name)):
+            if not self.ask(view, owner) or self.is_cut_off(owner):
+                return
+            self.drop(owner, name)
+        self.stored.pop(name, None)
+        self.may_be_lost.discard(name)
 
     @rule(name=names, back=st.integers(0, 3))
     def get(self, name: bytes, back: int) -> None:
@@ -337,7 +418,7 @@ class Moving(RuleBasedStateMachine):
             if self.is_cut_off(owner):
                 return
             if name in self.held[owner]:
-                assert self.held[owner][name] == self.stored[name], "an old value"
+                assert self.held[owner][name] == self.stored.get(name), "an old value, or one that was deleted"
                 return
         assert unreachable or name not in self.stored or name in self.may_be_lost, "lost"
 

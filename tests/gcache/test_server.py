@@ -3,8 +3,6 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
 
@@ -17,10 +15,7 @@ from cygnet.gcache.limits import MAX_BATCH, Limits
 from cygnet.gcache.membership import Server as ClusterServer
 from cygnet.gcache.membership import joined
 from cygnet.gcache.protocol import (
-    ANSWER_MAGIC,
-    HEAD_BYTES,
     KEEP,
-    FrameHead,
     Head,
     Item,
     Op,
@@ -35,7 +30,7 @@ from cygnet.gcache.protocol import (
     pack_wants,
     unpack_flags,
     unpack_gots,
-    unpack_head,
+    unpack_number,
     unpack_viewed,
 )
 from cygnet.gcache.record import CHUNK_BYTES, checksums, pack_sums
@@ -44,33 +39,7 @@ from cygnet.gcache.runtime.node import ClusterOptions
 from cygnet.gcache.runtime.registry import LocalRegistry
 from cygnet.gcache.runtime.server import Server, ServerOptions
 from cygnet.kv.store import Outcome
-from support.gcache import MIB, client, key, server
-
-
-@contextmanager
-def raw(running: Server, *, unix: bool = False) -> Iterator[socket.socket]:
-    if unix:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(running.service.info.socket)
-    else:
-        sock = socket.create_connection(("127.0.0.1", running.port))
-    sock.settimeout(20)
-    with sock:
-        yield sock
-
-
-def read(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        got = sock.recv(count - len(data))
-        assert got, "closed"
-        data += got
-    return data
-
-
-def answer(sock: socket.socket) -> tuple[FrameHead, bytes, bytes]:
-    head = unpack_head(read(sock, HEAD_BYTES), ANSWER_MAGIC)
-    return head, read(sock, head.meta_bytes), read(sock, head.body_bytes)
+from support.gcache import MIB, answer, client, key, raw, server
 
 
 def put_frame(name: bytes, value: bytes, request_id: int = 1, **changes: object) -> bytes:
@@ -339,10 +308,12 @@ def test_a_put_that_keeps_what_is_there() -> None:
     with server() as running, raw(running) as sock, client(running.port) as sdk:
 
         def send(put: Put, data: bytes) -> int:
-            meta, body = pack_puts([put]), put.body_bytes
+            meta, body = pack_number(ticket) + pack_puts([put]), put.body_bytes
             sock.sendall(pack_request(Op.PUT, 1, meta, count=1, flags=KEEP, body_bytes=body) + data)
             return answer(sock)[1][0]
 
+        sock.sendall(pack_request(Op.TICKET, 1))
+        ticket, _ = unpack_number(answer(sock)[1])
         assert send(slices[0], value[:CHUNK_BYTES]) == Item.PART
         assert sdk.put(key(1), b"newer") is Outcome.OK
         assert send(slices[1], value[CHUNK_BYTES:]) == Item.OK

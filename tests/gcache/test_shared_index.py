@@ -22,6 +22,8 @@ from cygnet.gcache.record import PAGE, checksums
 from cygnet.gcache.runtime.attached import Attached
 from cygnet.gcache.runtime.client import GCacheClient
 from cygnet.gcache.runtime.compiled import compiled_core
+from cygnet.gcache.runtime.node import ClusterOptions
+from cygnet.gcache.runtime.registry import LocalRegistry
 from cygnet.gcache.runtime.server import Server
 from cygnet.gcache.runtime.shared_index import SharedIndex, attach_index
 from cygnet.gcache.runtime.shared_memory import SharedMemory, open_shared_memory
@@ -241,6 +243,15 @@ def test_readers_and_writers_at_once_see_whole_values() -> None:
                 writer.result()
             assert all(reader.result() > 0 for reader in readers)
         assert running.cache.audit() == []
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_fenced_server_shares_no_index(fenced: bool) -> None:
+    """Who reads it asks nobody whether the server may still answer."""
+    own = ClusterOptions(LocalRegistry(), "test", grace_s=30.0, ttl_s=2, fenced=fenced)
+    with server(cluster=own) as running:
+        assert (running.service.index is None) == fenced
+        assert (running.service.info.index == "") == fenced
 
 
 def test_an_index_that_does_not_fit_is_not_used() -> None:

@@ -29,7 +29,6 @@ from cygnet.kv.transfers import (
     StoreCommand,
     Stored,
     StoreResult,
-    Touch,
 )
 from support.faulty_store import FaultyStore, Hold
 from support.store_folder import small_store
@@ -244,12 +243,12 @@ NONSENSE = [None, [], [True] * 3, [Outcome.OK] * 2, "ok", 7, (Outcome.OK,) * 3]
 
 @pytest.mark.parametrize("answer", NONSENSE, ids=repr)
 def test_nonsense_is_a_failure(subject: Subject, answer: object) -> None:
-    subject.store.answers = {"get": answer, "put": answer, "touch": answer, "clear": answer, "remove": answer}
+    subject.store.answers = {"get": answer, "put": answer, "clear": answer, "remove": answer}
     subject.store.answers["exists"] = None if answer == [True] * 3 else answer
     assert subject.ask(subject.fetch(1, 1, 2, 3)) == Fetched(1, (Outcome.FAILED,) * 3)
     put = Put(2, (key(1), key(2), key(3)), (Group.FULL,) * 3, blocks(1, 2, 3))
     assert subject.ask(put) == Stored(2, (Outcome.FAILED,) * 3)
-    subject.submit(Touch((key(1),)), ClearStore())
+    subject.submit(ClearStore())
     assert subject.ask(lookup(3, 1, 3, 0, 2)) == Found(3, 0, 0, (False,))
 
 
@@ -263,7 +262,7 @@ def test_exceptions_are_failures_and_said_once(subject: Subject, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert subject.ask(subject.fetch(1, 1, 2)) == Fetched(1, (Outcome.FAILED,) * 2)
         assert subject.ask(lookup(2, 1, 2, 1, 2)) == Found(2, 0, 1, ())
-        subject.submit(Touch((key(1),)), ClearStore())
+        subject.submit(ClearStore())
         assert subject.ask(Put(3, (key(1),), (Group.FULL,), blocks(1))) == Stored(3, (Outcome.FAILED,))
     assert [record.message for record in caplog.records] == [
         "the store can't be read, so its KV is computed again: OSError: the medium is gone"
@@ -395,19 +394,18 @@ def test_a_fetch_does_not_hold_up_lookups_or_puts(subject: Subject) -> None:
     assert subject.results(1) == [Fetched(1, (Outcome.OK,))]
 
 
-def test_touches_and_clears_come_after_earlier_puts(subject: Subject) -> None:
+def test_a_clear_comes_after_earlier_puts(subject: Subject) -> None:
     subject.put(1)
     theirs = key(1, namespace=OTHERS)
     subject.store.batch_put([theirs], [bytes(100)])
     subject.fill(Group.FULL, 2)
     subject.submit(
-        Touch((key(1), key(7))),
         Put(1, (key(2),), (Group.FULL,), blocks(2)),
         ClearStore(),
         Put(2, (key(2),), (Group.FULL,), blocks(2)),
     )
     assert subject.results(2) == [Stored(1, (Outcome.OK,)), Stored(2, (Outcome.OK,))]
-    assert subject.store.calls[-4:] == ["touch", "put", "clear", "put"]
+    assert subject.store.calls[-3:] == ["put", "clear", "put"]
     assert subject.store.batch_exists([key(1), key(2), theirs]) == [False, True, True]
 
 
@@ -433,7 +431,6 @@ def test_close_under_load_answers_everything() -> None:
             subject.fetch(ticket, *range(6)),
             lookup(ticket + 1, 0, 6, 0, 3),
             Put(ticket + 2, (key(1), key(2), key(3)), (Group.FULL,) * 3, blocks(1, 2, 3)),
-            Touch((key(1),)),
         )
     for _ in range(3):
         hold.wait()

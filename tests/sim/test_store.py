@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cygnet.kv.store import Group, Namespace, ObjectKey, Outcome, object_key
-from cygnet.kv.transfers import Cancel, Fetch, Fetched, Found, Lookup, Put, Stored, Touch
+from cygnet.kv.transfers import Cancel, Fetch, Fetched, Found, Lookup, Put, Stored
 from cygnet.sim.events import EventLoop, Priority
 from cygnet.sim.store import SimServer, SimStore, StoreLink, StoreWorker
 
@@ -107,7 +107,6 @@ def test_objects_lie_with_their_owners() -> None:
     line = Line(servers=4)
     keys = tuple(key(n) for n in range(60))
     line.at(0, Put(1, keys, (Group.FULL,) * 60, tuple(range(60))))
-    line.at(MS, Touch(keys))
     line.run()
     held = [len(server) for server in line.store.servers.values()]
     assert sum(held) == 60

@@ -15,7 +15,6 @@ from cygnet.kv.transfers import (
     StoreCommand,
     Stored,
     StoreResult,
-    Touch,
 )
 
 
@@ -48,7 +47,7 @@ class FakeStoreWorker:
                 self._cancelled.add(command.ticket)
             elif isinstance(command, ClearStore):
                 self.objects.clear()
-            elif not isinstance(command, Touch):
+            else:
                 self._waiting.append(command)
 
     def answers(self, *, everything: bool = False) -> list[StoreResult]:

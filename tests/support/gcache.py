@@ -3,20 +3,31 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cygnet.gcache.protocol import ANSWER_MAGIC, HEAD_BYTES, FrameHead, unpack_head
 from cygnet.gcache.record import full_key
 from cygnet.gcache.runtime.channel import Address
 from cygnet.gcache.runtime.client import ClientOptions, GCacheClient
 from cygnet.gcache.runtime.server import Server, ServerOptions
 
 MIB = 1 << 20
+
+
+def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Until `true()`."""
+    until = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
 
 
 def key(name: object, namespace: bytes = b"test") -> bytes:
@@ -104,3 +115,32 @@ def server_process(*more: str) -> Iterator[ServerProcess]:
             yield process
         finally:
             process.stop()
+
+
+# --- frames over a socket, for what no client of ours would send
+
+
+@contextmanager
+def raw(running: Server, *, unix: bool = False) -> Iterator[socket.socket]:
+    if unix:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(running.service.info.socket)
+    else:
+        sock = socket.create_connection(("127.0.0.1", running.port))
+    sock.settimeout(20)
+    with sock:
+        yield sock
+
+
+def read(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        got = sock.recv(count - len(data))
+        assert got, "closed"
+        data += got
+    return data
+
+
+def answer(sock: socket.socket) -> tuple[FrameHead, bytes, bytes]:
+    head = unpack_head(read(sock, HEAD_BYTES), ANSWER_MAGIC)
+    return head, read(sock, head.meta_bytes), read(sock, head.body_bytes)

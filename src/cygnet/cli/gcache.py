@@ -62,6 +62,7 @@ def serve(
         ),
     ] = None,
     max_connections: Annotated[int, _option("N", "connections at once [256]")] = 256,
+    cpus: Annotated[str, _option("LIST", "run there: 0-3,8 or node:1 or nic:eth0 [anywhere]")] = "",
     metrics_port: Annotated[int | None, _option("PORT", "publish Prometheus metrics there")] = None,
     server_id: Annotated[str, _option("NAME", "name in placement [HOST:PORT]")] = "",
     etcd: Annotated[str, _option("LIST", "join a cluster: its etcd, HOST[:PORT],HOST[:PORT]")] = "",
@@ -71,6 +72,7 @@ def serve(
     weight: Annotated[int, _option("N", "its share of the keys [100]")] = 100,
     grace: Annotated[float, _option("S", "seconds gone before others get its keys [60]")] = 60.0,
     move_rate: Annotated[str, _option("SIZE", "bytes/s to move to others, 0 for any [256MiB]")] = "256MiB",
+    fenced: Annotated[bool, typer.Option("--fenced", help="refuse when others may have given it up")] = False,
     write_down: Annotated[bool, typer.Option("--write-down", help="at the end, copy memory to disk")] = False,
     open_: Annotated[bool, typer.Option("--no-token", help="allow a public address without a token")] = False,
     json: Annotated[bool, typer.Option("--json", help="say that it serves as a line of JSON")] = False,
@@ -79,6 +81,10 @@ def serve(
     import signal
 
     ends = _hold_signals()  # first: libraries start threads when they are loaded
+    if cpus:
+        from cygnet.gcache.runtime.affinity import keep_to
+
+        keep_to(cpus)
     from cygnet.gcache.runtime.exposition import Exposition
     from cygnet.gcache.runtime.server import Server
 
@@ -97,7 +103,7 @@ def serve(
         public=open_,
     )
     if etcd:
-        options = joining(options, etcd, cluster, advertise, group, weight, grace, move_rate)
+        options = joining(options, etcd, cluster, advertise, group, weight, grace, move_rate, fenced)
     server = Server(options)
     try:
         metrics = None if metrics_port is None else Exposition(server.stats, host, metrics_port)

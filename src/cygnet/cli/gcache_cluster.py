@@ -67,6 +67,7 @@ def joining(
     weight: int,
     grace: float,
     move_rate: str,
+    fenced: bool,
 ) -> "ServerOptions":
     """Options for a server that joins a cluster. Raises `ConfigError`."""
     from dataclasses import replace
@@ -93,6 +94,7 @@ def joining(
         weight=weight,
         grace_s=grace,
         move_bytes_per_s=parse_bytes(move_rate),
+        fenced=fenced,
     )
     return replace(options, cluster=own)
 

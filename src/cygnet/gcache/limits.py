@@ -9,6 +9,8 @@ MAX_VALUE_BYTES = 64 << 30
 MAX_BATCH = 4096
 """Keys in one frame."""
 MAX_META_BYTES = 16 << 20
+FLAGS_PER_FRAME = 2048
+"""Keys asked about with one request: half of what a frame may have, so that the longest keys fit too."""
 MAX_FRAME_BYTES = 1 << 30
 """Values in one frame; larger ones are sent in slices."""
 

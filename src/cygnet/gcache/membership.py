@@ -32,7 +32,7 @@ from cygnet.gcache.placement import DEFAULT_WEIGHT, MAX_WEIGHT, Member, Placemen
 RAMP = (25, 50, 100)
 """Percent of its weight that a new server gets, step by step; it gets the next when the last has been moved to it."""
 MAX_PLACEMENTS = 4
-"""In one view. A lost server's keys wait for others to settle when there are so many."""
+"""In one view."""
 MAX_SERVERS = 1024
 MAX_NAME_BYTES = 255
 
@@ -227,14 +227,40 @@ def advanced(view: View) -> View:
         if up & may_hold <= set(view.done):
             return _settled(view)
         left = tuple(member for member in view.placements[0] if member.id in up)
-        if left and left != view.placements[0] and len(view.placements) < MAX_PLACEMENTS:
-            return _raised(view, placements=(left, *view.placements), done=())
-        return view
+        if left == view.placements[0]:
+            return view
+        if not left:
+            return _rescued(view)
+        return _raised(view, placements=(left, *_behind(view)), done=())
     ramped = tuple(_ramped(server, first=not view.placements) for server in view.servers)
     target = tuple(Member(server.id, server.group, server.share) for server in ramped if server.share)
     if target and view.placements[:1] != (target,):
         return _raised(view, servers=ramped, placements=(target, *view.placements), done=())
     return view if ramped == view.servers else _raised(view, servers=ramped)
+
+
+def _behind(view: View) -> tuple[tuple[Member, ...], ...]:
+    """Placements to be kept behind one that lacks those of the newest who are down.
+
+    The newest itself can be left out, for want of room: whoever is up owns by the other all that it owned by this.
+    """
+    return view.placements if len(view.placements) < MAX_PLACEMENTS else view.placements[1:]
+
+
+def _rescued(view: View) -> View:
+    """All who were to own the keys are lost in the middle of it: others own them at once; if there are none, those that
+    are being drained, which are therefore kept."""
+    able = [server for server in view.servers if server.state in (State.ACTIVE, State.JOINING)]
+    able = able or [server for server in view.servers if server.state is State.DRAINING]
+    if not able:
+        return view
+    ids = {server.id for server in able}
+    servers = tuple(
+        msgspec.structs.replace(server, state=State.ACTIVE, percent=0) if server.id in ids else server
+        for server in view.servers
+    )
+    owners = tuple(Member(server.id, server.group, server.weight) for server in able)
+    return _raised(view, servers=servers, placements=(owners, *_behind(view)), done=())
 
 
 def _settled(view: View) -> View:

@@ -77,4 +77,5 @@ METRICS = (
         "cygnet:gcache_move_disk_records_seen", "gauge", "Of these, looked at so far.", "move_disk_records_seen"
     ),
     CacheMetric("cygnet:gcache_registry_failures", "counter", "Failed calls to etcd.", "registry_failures"),
+    CacheMetric("cygnet:gcache_fenced", "gauge", "1 while a fenced server refuses what it is asked.", "fenced"),
 )

@@ -44,6 +44,7 @@ class Op(IntEnum):
     ADOPT = 17
     DRAIN = 18
     ATTACH = 19
+    TICKET = 20
 
 
 NO_BLOCK = (1 << 64) - 1
@@ -101,7 +102,9 @@ SUMS_FOLLOW = 1
 ROUTED = 2
 """Flag of PUT: meta begins with a u64, the place of the root of all its keys (`placement.root_place`)."""
 KEEP = 4
-"""Flag of PUT: what is there already stays."""
+"""Flag of PUT: what is there already stays. Meta begins with a u64, a ticket (`gcache.changes`)."""
+NOT_DONE = 2
+"""In place of DELETE's flag: others were busy with the object until the deadline, and it is still there."""
 UNDO = 1
 """Flag of DRAIN: the server shall stay."""
 
@@ -313,6 +316,8 @@ class Put(msgspec.Struct, frozen=True, gc=False):
     """Place of its root (`placement.root_place`), of all objects of a frame; 0: it has none."""
     keep: bool = False
     """What is there already stays, and this is given up; of all objects of a frame."""
+    ticket: int = 0
+    """With `keep`: from before the objects were sent; of all objects of a frame."""
 
     @property
     def body_bytes(self) -> int:
@@ -333,7 +338,8 @@ def pack_puts(puts: Sequence[Put]) -> bytes:
 
 
 def unpack_puts(meta: bytes, count: int, flags: int = 0) -> list[Put]:
-    """What `pack_puts` made, as the frame's flags say: without sums, or behind the place of the root."""
+    """What `pack_puts` made, as the frame's flags say: without sums, or behind a ticket and the place of the root."""
+    ticket, meta = unpack_number(meta) if flags & KEEP else (0, meta)
     root, meta = unpack_number(meta) if flags & ROUTED else (0, meta)
     puts, at = [], 0
     for _ in range(count):
@@ -350,7 +356,7 @@ def unpack_puts(meta: bytes, count: int, flags: int = 0) -> list[Put]:
         if len(sums) != 8 * num_sums:
             raise ProtocolError("a frame's meta part ends too early")
         at += len(sums)
-        puts.append(Put(key, value_bytes, sums, first, chunks, ttl_ms, upload, root, bool(flags & KEEP)))
+        puts.append(Put(key, value_bytes, sums, first, chunks, ttl_ms, upload, root, bool(flags & KEEP), ticket))
     _ends(meta, at)
     return puts
 
@@ -359,7 +365,7 @@ _Number = Struct("<Q")
 
 
 def pack_number(number: int) -> bytes:
-    """u64: the root's place that the meta part of a ROUTED put begins with, the epoch that MEMBERS asks with."""
+    """u64: what the meta part of a KEEP or ROUTED put begins with, the epoch that MEMBERS asks with, a ticket."""
     return _Number.pack(number)
 
 
@@ -372,15 +378,15 @@ def unpack_number(meta: bytes) -> tuple[int, bytes]:
 # --- EXISTS (asks with wants), DELETE
 
 
-def pack_flags(flags: Sequence[bool]) -> bytes:
-    """Per key: u8 0 or 1."""
-    return bytes(flags)
+def pack_flags(flags: "Sequence[bool | None]") -> bytes:
+    """Per key: u8 0 or 1; for `None` NOT_DONE."""
+    return bytes([NOT_DONE if flag is None else flag for flag in flags])
 
 
-def unpack_flags(meta: bytes, count: int) -> list[bool]:
+def unpack_flags(meta: bytes, count: int) -> "list[bool | None]":
     """What `pack_flags` made."""
     _ends(meta, count)
-    return [flag != 0 for flag in meta[:count]]
+    return [None if flag == NOT_DONE else flag != 0 for flag in meta[:count]]
 
 
 # --- VIEW

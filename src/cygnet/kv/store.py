@@ -168,7 +168,11 @@ class Store(Protocol):
         """
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Say that these objects are in use elsewhere (a faster tier), so that they stay. Unknown keys are ignored."""
+        """Say that these objects are in use elsewhere (a faster tier), so that they stay. Unknown keys are ignored.
+
+        For users of a store that have only the keys. The engine has the bytes as well and puts again: that refreshes
+        what is there for the same price, and mends what is not.
+        """
 
     def remove(self, keys: Sequence[ObjectKey]) -> int:
         """Give up these objects; returns how many were there."""

@@ -160,18 +160,11 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Touch:
-    """These objects are in use in a faster tier. Not answered."""
-
-    keys: tuple[ObjectKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ClearStore:
     """Give up all objects of this model. Not answered."""
 
 
-StoreCommand = Lookup | Fetch | Put | Cancel | Touch | ClearStore
+StoreCommand = Lookup | Fetch | Put | Cancel | ClearStore
 StoreResult = Found | Fetched | Stored
 
 

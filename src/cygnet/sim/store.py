@@ -26,7 +26,6 @@ from cygnet.kv.transfers import (
     StoreCommand,
     Stored,
     StoreResult,
-    Touch,
 )
 from cygnet.sim.events import EventLoop, Priority
 
@@ -182,9 +181,6 @@ class StoreWorker:
             elif isinstance(command, Cancel):
                 if any(isinstance(job, Fetch) and job.ticket == command.ticket for job in self._reads.waiting):
                     self._cancelled.add(command.ticket)
-            elif isinstance(command, Touch):
-                for key in command.keys:
-                    self._store.server(key).use(key, now_ns)
             elif isinstance(command, ClearStore):
                 for server in self._store.servers.values():
                     server.clear()

@@ -73,7 +73,9 @@ class Agent:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gcache-agent", daemon=True)
         self.problem = ""
-        """Why the registry was of no use last time; empty: it was."""
+        """Why the registry was of no use last time; empty: it was. While it is not, nobody's grace runs here."""
+        self.looked_ns = clock_ns()
+        """When the last look began. No absence counts from before that while there is a `problem`."""
         self.failures = 0
 
     def start(self) -> None:
@@ -101,19 +103,23 @@ class Agent:
 
     def step(self) -> bool:
         """Look, and change what is due; `True`: look again at once. Raises `RegistryError` and `ConfigError`."""
+        self.looked_ns = began_ns = self._clock_ns()
         snapshot = self._registry.read()
         self._revision = snapshot.revision
         stored = self._stored(snapshot)
         view = self._newest(stored)
         self._show_life(snapshot)
         self._cluster.adopt(view)
+        self._cluster.confirm(began_ns / 1e9)
         mine = view.server(self._me.id)
         if mine is not None:
             self._has_left = mine.state is State.DRAINING and view.has_left(mine.id)
         elif self._has_left:
             return False  # it was emptied and taken off the list: it waits to be stopped
         if must_be_empty(view, self._me.id):
-            self._cluster.wait_for_quiet(self._cluster.epoch + 1, CHANGE_TIMEOUT_S)
+            # What is still being stored would be found after all.
+            if not self._cluster.wait_for_quiet(self._cluster.epoch + 1, CHANGE_TIMEOUT_S):
+                raise RegistryError("requests of an older view are still under way; this server can't be emptied yet")
             self._empty()
         view = joined(view, self._me)
         others = [s.id for s in view.servers if s.state is not State.DOWN and s.id != self._me.id]
@@ -129,9 +135,17 @@ class Agent:
             self._cluster.adopt(view)
         return True
 
-    def blind(self) -> None:
-        """A step has failed: what was missing may have been there meanwhile."""
-        self._absences.blind()
+    def try_step(self) -> bool | None:
+        """`step`; `None` when the registry was of no use. What was missing may have been there meanwhile."""
+        try:
+            changed = self.step()
+        except (RegistryError, ConfigError) as error:
+            self._absences.blind()
+            self.problem = str(error)
+            self.failures += 1
+            return None
+        self.problem = ""
+        return changed
 
     def change(self, change: Callable[[View], View], timeout_s: float = CHANGE_TIMEOUT_S) -> View:
         """Put `change(view)` in the view's place, and the next step after it; returns what is in the registry then.
@@ -163,16 +177,10 @@ class Agent:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            try:
-                changed = self.step()
-                self.problem = ""
-            except (RegistryError, ConfigError) as error:
-                self.problem = str(error)
-                self.failures += 1
-                self.blind()
+            changed = self.try_step()
+            if changed is None:
                 self._stop.wait(PAUSE_S)
-                continue
-            if not changed:
+            elif not changed:
                 self._registry.wait(self._revision, self._ttl_s / 3)
 
     def _stored(self, snapshot: Snapshot) -> View:

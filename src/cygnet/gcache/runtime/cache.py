@@ -150,13 +150,7 @@ class Cache:
                     items.append(None)
         return [self.commit(*one, deadline) if item is None else item for one, item in zip(filled, items, strict=True)]
 
-    def commit(
-        self,
-        entry: Entry,
-        sums: list[int],
-        deadline: float,
-        allowed: Callable[[Entry | None, bool], bool] | None = None,
-    ) -> Item:
+    def commit(self, entry: Entry, sums: list[int], deadline: float, allowed: Allowed | None = None) -> Item:
         """Have it found under its key from now on, instead of what was; on failure it is given up.
 
         `allowed` is asked first; what has expired is not there. If it says no, nothing is done: `MISS`.
@@ -210,12 +204,12 @@ class Cache:
         with self.memory.lock:
             self.arena.pin(entry)
 
-    def remove(self, key: bytes, deadline: float) -> bool:
-        """Give up an object in both tiers; whether it was there."""
+    def remove(self, key: bytes, deadline: float) -> bool | None:
+        """Give up an object in both tiers; whether it was there. `None`: it still is, others did not end in time."""
         with self.memory.lock:
             on_disk = self._begin(key, deadline)
             if not on_disk:
-                return on_disk is not None and self.memory.forget_key(key)
+                return None if on_disk is None else self.memory.forget_key(key)
         try:
             there = self._on_disk.remove(key)
         finally:
@@ -258,8 +252,9 @@ class Cache:
     def clear(self, namespace: bytes | None, deadline: float) -> int:
         """Give up all objects of a namespace, or all; how many there were."""
         with self.memory.lock:
+            self.memory.changes.note_all()
             keys = [e.key for e in self.arena.entries() if namespace in (None, split_key(e.key)[0])]
-        count = sum(self.remove(key, deadline) for key in keys)
+        count = sum(self.remove(key, deadline) is True for key in keys)
         return count + (self._disk.clear(namespace) if self._disk is not None else 0)
 
     # --- the whole

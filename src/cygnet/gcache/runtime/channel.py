@@ -339,13 +339,15 @@ class Peer:
             lent.__exit__(None, None, None)
         return attached  # and its connection stays lent
 
-    def channel(self, deadline: float, *, unix: bool = False) -> Lent:
+    def channel(self, deadline: float, *, unix: bool = False, background: bool = False) -> Lent:
         """A connection to use in a `with` block, with its deadline set.
+
+        A call in the `background` that is late does not have the server left alone: others may be more patient.
 
         It is closed if the block fails: it may be in mid-frame. Entering raises `UnavailableError` while the server is
         left alone, `DeadlineError`, other `OSError`s, and `GCacheError`.
         """
-        return Lent(self, deadline, unix)
+        return Lent(self, deadline, unix, background)
 
     def close(self) -> None:
         """Close the connections that are idle; others are closed when they are given back."""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from cygnet.base.errors import ConfigError
-from cygnet.gcache.limits import MAX_FRAME_BYTES
+from cygnet.gcache.limits import FLAGS_PER_FRAME, MAX_FRAME_BYTES
 from cygnet.gcache.placement import Member, Placement, root_place
 from cygnet.gcache.protocol import ANY, EVERYTHING, TOUCH, Op, Want, pack_keys, pack_wants, unpack_flags
 from cygnet.gcache.record import CHUNK_BYTES, is_full_key
+from cygnet.gcache.runtime.affinity import keep_threads_to
 from cygnet.gcache.runtime.channel import Address, GCacheError, Peer
 from cygnet.gcache.runtime.compiled import compiled_core
 from cygnet.gcache.runtime.lanes import (
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FLAGS_PER_FRAME = 2048
-"""Keys asked about with one request: half of what a frame may have, so that the longest keys fit too."""
-
 
 @dataclass(frozen=True)
 class ClientOptions:
@@ -53,9 +51,8 @@ class ClientOptions:
 
     servers: tuple[Address, ...] = field(default_factory=tuple)
     etcd: str = ""
-    """Instead of servers: endpoints of the etcd that a cluster is in (`connect`)."""
     cluster: str = "default"
-    """Its name there."""
+    """Instead of servers: endpoints of the etcd that knows a cluster, and its name there (`connect`)."""
     token: str = ""
     timeout_s: float = 1.0
     """For a call that is not given another time: all of it, over all servers."""
@@ -67,6 +64,8 @@ class ClientOptions:
     """Of a value per frame, a multiple of 1 MiB."""
     io_threads: int = 8
     """Beside the caller's own."""
+    cpus: str = ""
+    """Where these run (`affinity.parse_cpus`); empty: where the caller may."""
     same_host: bool = True
     """Read the arena of a server on this machine directly, where this user may."""
     verify: bool = True
@@ -98,8 +97,9 @@ class Means:
 
     @classmethod
     def of(cls, options: ClientOptions) -> "Means":
-        """As many as the options say."""
-        return cls(Team(options.io_threads, "gcache-io"), Watchdog("gcache-deadlines"))
+        """As many as the options say. Raises `ConfigError`."""
+        begin = keep_threads_to(options.cpus) if options.cpus else bool
+        return cls(Team(options.io_threads, "gcache-io", begin), Watchdog("gcache-deadlines"))
 
     def peer(self, server: Address, options: ClientOptions) -> Peer:
         """Connections to a server, which are watched here."""
@@ -169,7 +169,8 @@ class GCacheClient:
 
         def ask(peer: Peer, some: list[int]) -> list[bool]:
             flags = TOUCH if touch else 0
-            return _flags(peer, Op.EXISTS, [wants[at] for at in some], pack_wants, flags, deadline)
+            found = _flags(peer, Op.EXISTS, [wants[at] for at in some], pack_wants, flags, deadline)
+            return [there is True for there in found]
 
         return self._per_peer(keys, route, ask, False)
 
@@ -261,7 +262,7 @@ class GCacheClient:
         deadline = self._deadline(timeout_s)
 
         def ask(peer: Peer, some: list[int]) -> list[bool | None]:
-            return [*_flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)]
+            return _flags(peer, Op.DELETE, [keys[at] for at in some], pack_keys, 0, deadline)
 
         return self._per_peer(_checked(keys), route, ask, None)
 
@@ -458,9 +459,9 @@ def check_peer(name: str, peer: Peer, deadline: float) -> None:
 
 def _flags(
     peer: Peer, op: Op, items: Sequence[T], pack: Callable[[Sequence[T]], bytes], flags: int, deadline: float
-) -> list[bool]:
+) -> list[bool | None]:
     """What a server says of each item, in as many frames as it takes."""
-    answers: list[bool] = []
+    answers: list[bool | None] = []
     with peer.channel(deadline) as channel:
         for first in range(0, len(items), FLAGS_PER_FRAME):
             some = items[first : first + FLAGS_PER_FRAME]

@@ -15,6 +15,7 @@ from cygnet.gcache.membership import Owners, State, View
 
 VIEW_FILE = "view.json"
 MAX_VIEW_BYTES = 1 << 20
+FOR_EVER = float("inf")
 
 
 class Cluster:
@@ -24,12 +25,26 @@ class Cluster:
     in its own epoch, and only while the view says that this server is up. The view is kept in a file too, so that a
     server that restarts while nobody can be asked goes on with it (`resume`).
 
+    With a `term_s` it is answered only that long after the view was last confirmed: after that the others may have
+    given this server up.
+
     Invariants (`audit`): `epoch` never falls; the epochs of the requests that change something and are under way are
     none to come.
     """
 
-    def __init__(self, name: str = "", server_id: str = "", folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        server_id: str = "",
+        folder: Path | None = None,
+        *,
+        term_s: float = FOR_EVER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
+        self._term_s = term_s
+        self._clock = clock
+        self._valid_until = FOR_EVER if term_s == FOR_EVER else -FOR_EVER
         self.server_id = server_id
         self._file = None if folder is None else folder / VIEW_FILE
         self._changed = threading.Condition()
@@ -82,9 +97,18 @@ class Cluster:
         view = decode_view(data)
         return self.epoch > 0 and self.adopt(view)
 
+    def confirm(self, at: float) -> None:
+        """At that time nobody had begun to count this server as gone; monotonic seconds."""
+        self._valid_until = max(self._valid_until, at + self._term_s)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether nobody can have given this server up, or it need not care."""
+        return self._clock() < self._valid_until
+
     def answers(self, epoch: int) -> bool:
         """Whether a request of that epoch is answered."""
-        return not self.name or epoch == self._answered
+        return not self.name or (epoch == self._answered and self._clock() < self._valid_until)
 
     @contextmanager
     def changing(self, epoch: int) -> Iterator[bool]:

@@ -87,6 +87,7 @@ class Connection:
             Op.ADOPT: self._adopt,
             Op.DRAIN: self._drain_server,
             Op.ATTACH: self._attach,
+            Op.TICKET: self._ticket,
         }
 
     def run(self) -> None:
@@ -231,6 +232,9 @@ class Connection:
 
     def _audit(self, head: FrameHead, meta: bytes, deadline: float) -> None:
         self._answer(head, msgspec.json.encode(self._cache.audit()[:1000]))
+
+    def _ticket(self, head: FrameHead, meta: bytes, deadline: float) -> None:
+        self._answer(head, pack_number(self._cache.memory.ticket()))
 
     # --- values out
 

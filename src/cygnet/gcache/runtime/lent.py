@@ -11,16 +11,17 @@ if TYPE_CHECKING:
 class Lent:
     """See `Peer.channel`."""
 
-    __slots__ = ("_budget_s", "_channel", "_deadline", "_peer", "_unix")
+    __slots__ = ("_background", "_budget_s", "_channel", "_deadline", "_peer", "_unix")
 
-    def __init__(self, peer: "Peer", deadline: float, unix: bool) -> None:
+    def __init__(self, peer: "Peer", deadline: float, unix: bool, background: bool = False) -> None:
+        self._background = background
         self._peer = peer
         self._deadline = deadline
         self._unix = unix
 
     def __enter__(self) -> "Channel":
         peer, deadline, unix = self._peer, self._deadline, self._unix
-        self._budget_s = deadline - time.monotonic()
+        self._budget_s = 0.0 if self._background else deadline - time.monotonic()
         channel = peer.check_out(deadline, unix=unix)
         try:
             if channel is None or not channel.looks_open():

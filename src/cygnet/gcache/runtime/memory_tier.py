@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from heapq import nsmallest
 
 from cygnet.gcache.arena import Arena, ArenaMemory, Entry
+from cygnet.gcache.changes import Changes
 from cygnet.gcache.leases import Leases
 from cygnet.gcache.limits import Limits
 from cygnet.gcache.namespaces import Namespaces
@@ -34,6 +35,7 @@ class MemoryTier:
         self.counts = Counts()
         self.namespaces = Namespaces(limits.namespaces)
         self.tiering = Tiering(self.arena.capacity_bytes, has_lower_tier=has_lower_tier, namespaces=self.namespaces)
+        self.changes = Changes()
         self.lock = threading.Lock()
         self.wall_ns = wall_ns
         self._leases = Leases(int(limits.lease_s * 1e9), int(limits.max_leased_fraction * self.arena.capacity_bytes))
@@ -151,9 +153,13 @@ class MemoryTier:
             self.tiering.remove(old)
         self.tiering.add(entry)
         self.counts.bytes_put += entry.value_bytes
+        if self.changes.armed:
+            self.changes.note(entry.key)
 
     def forget_key(self, key: bytes) -> bool:
-        """With the lock: `forget` what is called that; whether there was something."""
+        """With the lock: `forget` what is called that, and note that nobody is to bring it; whether it was there."""
+        if self.changes.armed:
+            self.changes.note(key)
         entry = self.arena.find(key)
         if entry is None:
             return False
@@ -176,6 +182,18 @@ class MemoryTier:
         """With the lock: something has changed."""
         if self._num_waiting:
             self._changed.notify_all()
+
+    # --- what moves here from other servers
+
+    def ticket(self) -> int:
+        """For objects that are held elsewhere, to be sent from now on."""
+        with self.lock:
+            return self.changes.ticket()
+
+    def end_tickets(self) -> None:
+        """Nothing moves any more."""
+        with self.lock:
+            self.changes.disarm()
 
     # --- the whole
 
@@ -205,4 +223,5 @@ class MemoryTier:
     def audit(self) -> list[str]:
         """All discrepancies. Slow."""
         with self.lock:
-            return self.arena.audit() + self.tiering.audit(self.arena.entries()) + self._leases.audit()
+            faults = self.arena.audit() + self.tiering.audit(self.arena.entries())
+            return faults + self._leases.audit() + self.changes.audit()

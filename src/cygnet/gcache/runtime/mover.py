@@ -19,7 +19,7 @@ from cygnet.base.errors import ConfigError, CygnetError
 from cygnet.gcache.arena import Entry
 from cygnet.gcache.membership import State, View
 from cygnet.gcache.migration import Throttle, goes_to, portions
-from cygnet.gcache.protocol import KEEP, ROUTED, Item, Op, ProtocolError, Put, pack_number, pack_puts
+from cygnet.gcache.protocol import KEEP, ROUTED, Item, Op, ProtocolError, Put, pack_number, pack_puts, unpack_number
 from cygnet.gcache.record import CHUNK_BYTES, num_chunks, unpack_record, value_is_whole
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.channel import Address, Channel, Peer, UnavailableError, WrongEpochError
@@ -80,6 +80,7 @@ class MoveFrame:
     parts: list[tuple[Cargo, Put, memoryview]]
     root: int
     begun: Callable[[Channel], None]
+    ticket: int
     request_id: int = 0
 
     def send(self, channel: Channel) -> None:
@@ -87,9 +88,8 @@ class MoveFrame:
         meta = pack_puts([put for _, put, _ in self.parts])
         flags = KEEP | (ROUTED if self.root else 0)
         body = [data for _, _, data in self.parts if len(data)]
-        self.request_id = channel.send(
-            Op.PUT, (pack_number(self.root) if self.root else b"") + meta, count=len(self.parts), flags=flags, body=body
-        )
+        numbers = pack_number(self.ticket) + (pack_number(self.root) if self.root else b"")
+        self.request_id = channel.send(Op.PUT, numbers + meta, count=len(self.parts), flags=flags, body=body)
 
     def receive(self, channel: Channel) -> None:
         _, items = channel.receive(self.request_id, Op.PUT, len(self.parts))
@@ -103,7 +103,7 @@ class MoveFrame:
             cargo.items.append(item)
 
 
-def frames_of(cargo: Sequence[Cargo], root: int, begun: Callable[[Channel], None]) -> Iterator[MoveFrame]:
+def frames_of(cargo: Sequence[Cargo], root: int, begun: Callable[[Channel], None], ticket: int) -> Iterator[MoveFrame]:
     """Frames of about a chunk; a large object is cut into slices of one chunk. `begun` is told the connection."""
     parts: list[tuple[Cargo, Put, memoryview]] = []
     size = 0
@@ -114,13 +114,13 @@ def frames_of(cargo: Sequence[Cargo], root: int, begun: Callable[[Channel], None
             data = one.value[first * CHUNK_BYTES : (first + 1) * CHUNK_BYTES]
             sums = one.sums[8 * first : 8 * first + 8]
             if parts and size + len(data) > CHUNK_BYTES:
-                yield MoveFrame(parts, root, begun)
+                yield MoveFrame(parts, root, begun, ticket)
                 parts, size = [], 0
             put = Put(one.found.key, total, sums, first, num_chunks(len(data)), one.ttl_ms, upload)
             parts.append((one, put, data))
             size += len(data)
     if parts:
-        yield MoveFrame(parts, root, begun)
+        yield MoveFrame(parts, root, begun, ticket)
 
 
 class Mover:
@@ -183,14 +183,16 @@ class Mover:
                 channel.wire.sock.shutdown(socket.SHUT_RDWR)
         if self._thread.ident is not None:
             self._thread.join()
-        for peer in self._peers.values():
-            peer.close()
+        self._let_go()
         self._means.close(time.monotonic() + PUSH_TIMEOUT_S)
 
     def _run(self) -> None:
         done = 0
         while not self._stop.is_set():
             view = self._cluster.view
+            if view.is_settled:
+                self._cache.memory.end_tickets()
+                self._let_go()
             if view.is_settled or done == view.epoch or not self._cluster.is_up:
                 self._cluster.wait_for_change(view.epoch, PAUSE_S)
                 continue
@@ -202,6 +204,12 @@ class Mover:
                 done = view.epoch
             except CygnetError:  # the registry can't be reached, or says no: it is told again
                 self._stop.wait(PAUSE_S)
+
+    def _let_go(self) -> None:
+        """Close connections: servers come back at other addresses, or not at all."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
 
     def _goes_on(self, view: View) -> bool:
         return not self._stop.is_set() and self._cluster.epoch == view.epoch
@@ -337,7 +345,15 @@ class Mover:
         peer = PeerInEpoch(self._peers[where], view.epoch, self._refused)
         num_bytes = sum(len(one.value) for one in cargo)
         deadline = time.monotonic() + PUSH_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
-        frames: deque[Frame] = deque(frames_of(cargo, first.root, self._sends_over))
+        # Asked for while all of the cargo is held here: who removes any of it does so after the ticket was given.
+        try:
+            with peer.channel(deadline) as channel:
+                self._sends_over(channel)
+                ticket, _ = unpack_number(channel.call(Op.TICKET))
+        except FAILURES:
+            self._channel = None
+            return
+        frames: deque[Frame] = deque(frames_of(cargo, first.root, self._sends_over, ticket))
         Lane(cast("Peer", peer), frames, self._options.window, deadline).run()
         self._channel = None
 

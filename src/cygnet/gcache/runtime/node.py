@@ -11,8 +11,9 @@ from cygnet.gcache.runtime.agent import Agent
 from cygnet.gcache.runtime.cache import Cache
 from cygnet.gcache.runtime.cluster import Cluster
 from cygnet.gcache.runtime.disk_tier import DiskTier
+from cygnet.gcache.runtime.inquiry import Inquiry
 from cygnet.gcache.runtime.mover import Mover
-from cygnet.gcache.runtime.registry import Registry
+from cygnet.gcache.runtime.registry import Registry, RegistryError
 from cygnet.gcache.runtime.uploads import Uploads
 
 DEFAULT_CLUSTER = "default"
@@ -40,6 +41,8 @@ class ClusterOptions:
     """How long after its last sign of life a server counts as gone."""
     move_bytes_per_s: int = DEFAULT_MOVE_BYTES_PER_S
     """0: as fast as it goes."""
+    fenced: bool = False
+    """Answer nothing while others may have given this server up: for keys whose values change."""
 
 
 ALONE: dict[str, object] = {
@@ -50,6 +53,8 @@ ALONE: dict[str, object] = {
     "cluster_servers": {},
     "registry_failures": 0,
     "registry_problem": "",
+    "registry_looked_s": 0.0,
+    "fenced": False,
     "moving": False,
     "moved_objects": 0,
     "moved_bytes": 0,
@@ -82,10 +87,12 @@ class Node:
         self._agent = Agent(
             options.registry, cluster, server, empty=self._empty, grace_s=options.grace_s, ttl_s=options.ttl_s
         )
+        self._inquiry = Inquiry(cluster, self._agent, token=token, fenced=options.fenced)
         self._mover = Mover(cluster, cache, disk, self._report, token=token, bytes_per_s=options.move_bytes_per_s)
 
     def start(self) -> None:
         """Join the cluster. Raises `ConfigError`."""
+        self._inquiry.start()
         self._agent.start()
         self._mover.start()
 
@@ -108,12 +115,15 @@ class Node:
             "cluster_servers": states,
             "registry_failures": self._agent.failures,
             "registry_problem": self._agent.problem,
+            "registry_looked_s": round((time.monotonic_ns() - self._agent.looked_ns) / 1e9, 3),
+            "fenced": not self._cluster.is_confirmed,
             **self._mover.stats(),
         }
 
     def close(self) -> None:
         """Move nothing more, and take the sign of life back."""
         self._cluster.close()
+        self._inquiry.close()
         self._mover.close()
         self._agent.close()
 
@@ -123,6 +133,9 @@ class Node:
     def _empty(self) -> None:
         self._uploads.expire(everything=True)
         self._cache.clear(None, time.monotonic() + EMPTY_TIMEOUT_S)
+        stats = self._cache.stats()
+        if stats["objects"] or stats["disk_objects"]:
+            raise RegistryError("what this server holds is still being used; it can't be emptied yet")
 
 
 def no_cluster(id_: str, undo: bool) -> View:

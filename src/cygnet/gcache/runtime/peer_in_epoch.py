@@ -13,7 +13,7 @@ from cygnet.gcache.runtime.cluster import decode_view
 
 def newer_view(peer: Peer, epoch: int, timeout_s: float) -> View | None:
     """The server's view if that is newer; `None` also when it is in no cluster. Raises `FAILURES` and `ConfigError`."""
-    with peer.channel(time.monotonic() + timeout_s) as channel:
+    with peer.channel(time.monotonic() + timeout_s, background=True) as channel:
         answer = channel.call(Op.MEMBERS, pack_number(epoch))
     return decode_view(answer) if answer else None
 

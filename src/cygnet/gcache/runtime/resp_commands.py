@@ -134,7 +134,7 @@ def _mset(client: "RespConnection", arguments: list[bytes]) -> None:
 def _del(client: "RespConnection", arguments: list[bytes]) -> None:
     deadline = time.monotonic() + BUDGET_S
     keys = [key_of(name) for name in arguments]
-    client.answer(resp.integer(sum(client.cache.remove(key, deadline) for key in keys)))
+    client.answer(resp.integer(sum(client.cache.remove(key, deadline) is True for key in keys)))
 
 
 def _exists(client: "RespConnection", arguments: list[bytes]) -> None:

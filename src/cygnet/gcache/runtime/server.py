@@ -14,7 +14,7 @@ from cygnet.gcache.limits import Limits
 from cygnet.gcache.membership import Server as ClusterServer
 from cygnet.gcache.protocol import PROTOCOL_VERSION, Op, Status, pack_answer
 from cygnet.gcache.runtime.cache import Cache
-from cygnet.gcache.runtime.cluster import Cluster
+from cygnet.gcache.runtime.cluster import FOR_EVER, Cluster
 from cygnet.gcache.runtime.compiled import compiled_core
 from cygnet.gcache.runtime.connection import Connection
 from cygnet.gcache.runtime.disk_tier import DiskTier
@@ -73,6 +73,11 @@ class Server:
             raise ConfigError("the gcache token must be ASCII")
         if options.cluster is not None and options.resp_port is not None:
             raise ConfigError("a gcache server in a cluster serves no Redis clients: they know no owners of keys")
+        if options.cluster is not None and options.cluster.fenced and options.cluster.grace_s <= options.cluster.ttl_s:
+            raise ConfigError(
+                f"a fenced gcache server needs a grace of more than {options.cluster.ttl_s} s, not "
+                f"{options.cluster.grace_s:g} s: it would refuse between two signs of life; raise --grace"
+            )
         self._tcp = _listen(options.host, options.port)
         self.port: int = self._tcp.getsockname()[1]
         try:
@@ -97,7 +102,9 @@ class Server:
                 self._resp.close()
             raise
         core = compiled_core(options.compiled)
-        self._index = open_index(core, shared, options.limits)
+        # Who reads the index asks nobody whether this server may still answer.
+        fenced = options.cluster is not None and options.cluster.fenced
+        self._index = open_index(None if fenced else core, shared, options.limits)
         self.cache = Cache(shared, self._disk, options.limits)
         self._unix = _listen_unix(folder / SOCKET)
         self._ids = itertools.count(1)
@@ -107,7 +114,7 @@ class Server:
         self._started = time.monotonic()
         self.refused = 0
         name = options.server_id or f"{options.host}:{self.port}"
-        cluster = Cluster() if options.cluster is None else Cluster(options.cluster.name, name, folder)
+        cluster = Cluster() if options.cluster is None else _cluster(options.cluster, name, folder)
         uploads = Uploads(self.cache)
         self._share_index(cluster)
         self._node = None if options.cluster is None else self._join(options.cluster, cluster, uploads, shared)
@@ -249,6 +256,10 @@ class Server:
         finally:
             with self._lock:
                 del self._connections[owner]
+
+
+def _cluster(options: ClusterOptions, name: str, folder: Path) -> Cluster:
+    return Cluster(options.name, name, folder, term_s=options.grace_s if options.fenced else FOR_EVER)
 
 
 def _listen(host: str, port: int) -> socket.socket:

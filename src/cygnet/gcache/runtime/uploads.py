@@ -13,11 +13,23 @@ Name = tuple[int, bytes]
 
 
 def commit(cache: Cache, put: Put, entry: Entry, sums: list[int], deadline: float) -> Item:
-    """Have what was put found. If it is to keep what is there, and there is something, it is given up: `OK` too."""
+    """Have what was put found. If it is to keep what is there, and there is something, it is given up: `OK` too.
+
+    One that comes later than its ticket allows is given up as `FAILED`, as what was there may be gone on purpose.
+    """
     if not put.keep:
         return cache.commit(entry, sums, deadline)
-    item = cache.commit(entry, sums, deadline, lambda there, on_disk: there is None and not on_disk)
-    return Item.OK if item is Item.MISS else item
+    is_late = False
+
+    def may_land(there: Entry | None, on_disk: bool) -> bool:
+        nonlocal is_late
+        is_late = there is None and not on_disk and not cache.memory.changes.allows(put.key, put.ticket)
+        return there is None and not on_disk and not is_late
+
+    item = cache.commit(entry, sums, deadline, may_land)
+    if item is not Item.MISS:
+        return item
+    return Item.FAILED if is_late else Item.OK
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
                       lookups ─────────────── thread ─┐
     submit(commands)  fetches ─────────────── thread ─┼─ results, on_result() ··· take_results()
-                      puts, touches, clears ─ thread ─┘
+                      puts, clears ────────── thread ─┘
 
 Whatever a store does, it costs at most what it would have saved: what it says is checked, an object it gives must carry
 the right checksum, and a call that does not return is left behind with its thread. So that such a call holds no host
@@ -35,7 +35,6 @@ from cygnet.kv.transfers import (
     StoreCommand,
     Stored,
     StoreResult,
-    Touch,
 )
 
 LOOKUP_KEYS = 256
@@ -70,7 +69,7 @@ class StoreTraffic:
 class _Job:
     """A command that has not been answered."""
 
-    command: Lookup | Fetch | Put | Touch | ClearStore
+    command: Lookup | Fetch | Put | ClearStore
     cancelled: bool = False
 
 
@@ -136,7 +135,7 @@ class StoreWorker:
                     self._put_in_line(self._lookups, command)
                 case Fetch():
                     self._put_in_line(self._fetches, command)
-                case Put() | Touch() | ClearStore():
+                case Put() | ClearStore():
                     self._put_in_line(self._writes, command)
 
     def take_results(self) -> list[StoreResult]:
@@ -184,7 +183,7 @@ class StoreWorker:
         faults = [f"{len(lost)} commands are in no line"] if lost else []
         return faults + ([f"{len(answered)} commands wait that were answered"] if answered else [])
 
-    def _put_in_line(self, line: "Line[_Job]", command: Lookup | Fetch | Put | Touch | ClearStore) -> None:
+    def _put_in_line(self, line: "Line[_Job]", command: Lookup | Fetch | Put | ClearStore) -> None:
         job = _Job(command)
         with self._lock:
             self._open.add(job)
@@ -207,8 +206,6 @@ class StoreWorker:
                     result = self._fetch(job, command)
                 case Put():
                     result = self._put(command)
-                case Touch(keys):
-                    self._advise("mark objects as used", lambda: self._store.touch(keys))
                 case ClearStore():
                     self._advise("be cleared", lambda: self._store.clear(self._namespace))
         except Exception as error:
@@ -372,7 +369,7 @@ class StoreWorker:
             self._seconds[what] += time.monotonic() - started
 
 
-def _refusal(command: Lookup | Fetch | Put | Touch | ClearStore, outcome: Outcome) -> StoreResult | None:
+def _refusal(command: Lookup | Fetch | Put | ClearStore, outcome: Outcome) -> StoreResult | None:
     """The answer when nothing is done."""
     match command:
         case Lookup():

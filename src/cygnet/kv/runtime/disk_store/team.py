@@ -59,7 +59,9 @@ class Team:
     Requests for help are bounded in number: when all helpers are busy, callers do their work alone.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, begin: Callable[[], object] = bool) -> None:
+        """Each helper calls `begin` first, which must not raise."""
+        self._begin = begin
         self._num_threads = num_threads
         self._name = name
         self._requests: queue.Queue[Callable[[], None] | None] = queue.Queue(2 * num_threads)
@@ -111,5 +113,6 @@ class Team:
         return True
 
     def _serve(self) -> None:
+        self._begin()
         while (help_ := self._requests.get()) is not None:
             help_()
