@@ -55,7 +55,8 @@ class Simulation:
         self.cluster.run(sessions)
         num_fleet = self.scenario.fleet.workers
         workers = self.cluster.workers
-        steps = {id(worker.steps): worker.steps for worker in workers}.values()
+        steps = list({id(worker.steps): worker.steps for worker in workers}.values())
+        fleet = {id(worker.steps): worker.steps for worker in workers[:num_fleet]}.values()
         stats = [[*worker.dead, worker.core.stats()] for worker in workers]
         return summarize(
             self.recorder.columns(),
@@ -64,8 +65,8 @@ class Simulation:
             refused=dict(self.recorder.refused),
             busy_ns=[worker.busy_ns for worker in workers[:num_fleet]],
             decode_busy_ns=[worker.busy_ns for worker in workers[num_fleet:]],
-            step_ns=sum(one.total_ns for one in steps),
-            waiting_ns=sum(one.waiting_ns for one in steps),
+            step_ns=sum(one.total_ns for one in fleet),
+            waiting_share=sum(one.waiting_ns for one in steps) / max(1, sum(one.total_ns for one in steps)),
             goals=self.scenario.goals,
         )
 

@@ -41,6 +41,7 @@ def measures(results: Results) -> dict[str, float]:
         "rebuilt, %": 100 * results.rebuilt_share,
         "workers busy, %": 100 * results.busy_share,
         "of their steps waiting for slower ranks, %": 100 * results.waiting_share,
+        "prompt tokens per second of a rank's steps": results.step_input_rate,
         "preemptions": results.preemptions,
         "refused": sum(results.refused.values()),
     }

@@ -138,11 +138,19 @@ class _Group:
         return flops, read * self.token_bytes + all_read * self.index_bytes
 
     def decode_work(self, ends: "NDArray[np.int64]", steps: "NDArray[np.int64]") -> tuple[Any, Any]:
-        """`work` of one token of each request, of `ends + step` tokens, for each step."""
+        """`work` of one token of each request, of `ends + step` tokens, for each step; numbers where it is always the
+        same."""
         every = ends.sum() + len(ends) * steps
-        seen = every if self.limit is None else np.minimum(ends[:, None] + steps, self.limit).sum(axis=0)
+        seen = every if self.limit is None else self._seen(ends, steps, self.limit)
         flops, read = seen * self.decode_flops, seen * self.token_bytes
         return (flops + every * self.index_flops, read + every * self.index_bytes) if self.index else (flops, read)
+
+    @staticmethod
+    def _seen(ends: "NDArray[np.int64]", steps: "NDArray[np.int64]", limit: int) -> Any:
+        """Keys within reach of all requests, for each step; one number where every request has as many as can be."""
+        below = ends[ends < limit]
+        rest = (len(ends) - len(below)) * limit
+        return np.minimum(below[:, None] + steps, limit).sum(axis=0) + rest if len(below) else rest
 
 
 class RooflineCost:
@@ -218,14 +226,18 @@ class RooflineCost:
         nanoseconds: list[int] = np.ceil((attention + self._rest(load)) * 1e9).astype(np.int64).tolist()
         return nanoseconds
 
-    def _decode_layers(self, load: Load, count: int) -> list["NDArray[np.float64]"]:
-        """Seconds of one layer's attention of each group, in each of the `count` decode steps after `load`."""
+    def _decode_layers(self, load: Load, count: int) -> list[Any]:
+        """Seconds of one layer's attention of each group, in each of the `count` decode steps after `load`; a number
+        where it is always the same."""
         ends = np.array([start + 1 for start, _ in load.requests])
         steps = np.arange(1, count + 1)
         layers = []
         for group in self._groups:
             flops, read = group.decode_work(ends, steps)
             computing, reading = flops / self._attention_rate, read / self._kv_bandwidth
+            if isinstance(computing, float):
+                layers.append(self._both(computing, reading))
+                continue
             layers.append(np.maximum(computing, reading) + self._exposed * np.minimum(computing, reading))
         return layers
 

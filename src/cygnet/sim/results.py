@@ -16,8 +16,8 @@ COLUMNS = (
     "arrival_ns", "queued_ns", "first_ns", "end_ns", "prompt_tokens", "output_tokens", "cached_tokens", "host_tokens",
     "store_tokens", "handover_ns",
 )  # fmt: skip
-"""`cached_tokens` is the effective hit, of which `host_tokens` and `store_tokens` came from there; `handover_ns` is from
-the end of a prefill to the place at the worker that decodes, 0 where both are one."""
+"""`cached_tokens` is the effective hit, of which `host_tokens` and `store_tokens` came from there. Of `handover_ns` see
+`Results.handover_ms`."""
 SUMMED = (
     "steps_total",
     "computed_tokens_total",
@@ -130,11 +130,14 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the time that workers were in a step, mean over workers."""
     waiting_share: float
     """Part of the steps' time that ranks waited for slower ones of their replica."""
+    step_input_rate: float
+    """Prompt tokens per second of one rank in steps, waiting included, idle time not; of workers that prefill."""
     decode_busy_share: float | None
     """`busy_share` is of workers that prefill, this of those that decode; `None` where all do both."""
     decoding: float | None
     """Requests that one of those decodes at once, in the mean."""
     handover_ms: Spread | None
+    """From the end of a prefill to its request's place at the worker that decodes it."""
     ttft_ms: Spread | None
     tpot_ms: Spread | None
     e2el_ms: Spread | None
@@ -157,11 +160,11 @@ def summarize(
     busy_ns: Sequence[int],
     decode_busy_ns: Sequence[int] = (),
     step_ns: int = 0,
-    waiting_ns: int = 0,
+    waiting_share: float = 0.0,
     goals: Goals | None = None,
 ) -> Results:
-    """Add up a run. `stats` and `busy_ns` are the workers', apart from those that only decode: hits are the others'. Of
-    the ranks' `step_ns` in steps they waited `waiting_ns` for one another."""
+    """Add up a run. `stats` and `busy_ns` are the workers', apart from those that only decode: hits are the others'.
+    `step_ns` is what the workers' ranks spent in steps."""
     finished = len(columns["arrival_ns"])
     start = int(columns["arrival_ns"].min()) if finished else 0
     span_ns = int(columns["end_ns"].max()) - start if finished else 0
@@ -194,7 +197,8 @@ def summarize(
         steps=sum(one.steps_total for one in both),
         computed_tokens=sum(one.computed_tokens_total for one in both),
         busy_share=sum(busy_ns) / (len(busy_ns) * span_ns) if span_ns else 0.0,
-        waiting_share=waiting_ns / step_ns if step_ns else 0.0,
+        waiting_share=waiting_share,
+        step_input_rate=float(columns["prompt_tokens"].sum()) / (step_ns / 1e9) if step_ns else 0.0,
         decode_busy_share=sum(decode_busy_ns) / (len(decode_busy_ns) * span_ns) if decode_busy_ns and span_ns else None,
         decoding=_decoding(columns) / (len(decode_busy_ns) * span_ns) if decode_busy_ns and span_ns else None,
         handover_ms=Spread.of(columns["handover_ns"][columns["output_tokens"] > 1]) if decode_busy_ns else None,

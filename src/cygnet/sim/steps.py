@@ -22,7 +22,7 @@ class Steps:
     (`EngineCore.num_repeats`). What comes meanwhile, to any rank, ends it with the step in which it comes: no step is
     left out or timed otherwise.
 
-        step     0 | 1 | 2 | 3 | 4 | 5        `_ends` has the time of each `|` and of the last end
+        step     0 | 1 | 2 | 3 | 4 | 5        `_times` has the time of each
                          ▲ a request comes: the event is the end of 2, and 3 is scheduled with it
 
     Invariant: a step is in flight, or the start of one is scheduled (`active`), exactly while some rank has requests
@@ -37,33 +37,40 @@ class Steps:
         self.waiting_ns = 0
         """Part of it that ranks waited for slower ones."""
         self._cost, self._loop = cost, loop
-        self._ends: list[int] = []
-        """When the step in flight and those that repeat it end; empty between steps."""
+        self._times: Sequence[int] = ()
+        """What the step in flight and those that repeat it take; empty between steps."""
+        self._started_ns = 0
         self._repeats = 0
-        """How many of them there are to be."""
-        self._started_ns = self._waiting_each_ns = 0
+        """How many repeated steps there are to be."""
+        self._end_ns = 0
+        """When the last of them is to end."""
+        self._waiting_each_ns = 0
 
     def something_came(self, now_ns: int) -> None:
         """There is something for a rank to take in at the next start of a step: see that there is one."""
         if not self.active:
             self._wake(now_ns)
         elif self._repeats:
-            # A step that ends just now has ended before.
-            repeats = bisect_left(self._ends, now_ns)
+            ends_ns = self._ends_ns()
+            repeats = bisect_left(ends_ns, now_ns)  # a step that ends just now has ended before
             if repeats < self._repeats:
-                self._repeats = repeats
-                self._loop.at(self._ends[repeats], Priority.STEP_END, self._end)
+                self._repeats, self._end_ns = repeats, ends_ns[repeats]
+                self._loop.at(self._end_ns, Priority.STEP_END, self._end)
+
+    def _ends_ns(self) -> list[int]:
+        """When the step in flight and those that repeat it end."""
+        return list(accumulate(self._times, initial=self._started_ns))[1:]
 
     def stop(self) -> None:
         """The ranks have died: nothing is in flight."""
-        self.active, self._ends, self._repeats = False, [], 0
+        self.active, self._times, self._repeats = False, (), 0
 
     def _wake(self, now_ns: int) -> None:
         self.active = True
         self._loop.at(now_ns, Priority.STEP_START, self._start)
 
     def _start(self, now_ns: int) -> None:
-        if not self.active or self._ends:
+        if not self.active or self._times:
             return  # they have died since
         plans = [plan for rank in self.ranks if (plan := rank.start(now_ns)) is not None]
         if not plans:  # all that came were refused, or wait for the store
@@ -82,18 +89,17 @@ class Steps:
         else:
             step = self._cost.together(plans, len(self.ranks), self._repeats)
             times, self._waiting_each_ns = step.times_ns, step.waiting_ns
-        self._started_ns = now_ns
-        self._ends = [now_ns + end for end in accumulate(times)]
-        self._loop.at(self._ends[-1], Priority.STEP_END, self._end)
+        self._times, self._started_ns, self._end_ns = times, now_ns, now_ns + sum(times)
+        self._loop.at(self._end_ns, Priority.STEP_END, self._end)
 
     def _end(self, now_ns: int) -> None:
-        ends, repeats = self._ends, self._repeats
-        if not ends or now_ns != ends[repeats]:
+        repeats = self._repeats
+        if not self._times or now_ns != self._end_ns:
             return  # the event was brought forward
         self.total_ns += (now_ns - self._started_ns) * len(self.ranks)
         self.waiting_ns += self._waiting_each_ns * (repeats + 1)
-        given = [rank.finish(repeats, ends, now_ns) for rank in self.ranks]
-        self._ends, self._repeats = [], 0
+        given = [rank.finish(repeats, self._ends_ns, now_ns) for rank in self.ranks]
+        self._times, self._repeats = (), 0
         if any(rank.wants_step for rank in self.ranks):
             self._wake(now_ns)
         else:
@@ -104,6 +110,6 @@ class Steps:
 
     def audit(self) -> list[str]:
         """All discrepancies; between events."""
-        if self.active and not self._ends and not any(rank.wants_step for rank in self.ranks):
+        if self.active and not self._times and not any(rank.wants_step for rank in self.ranks):
             return ["steps: a step is to come, and no rank has anything to do"]
         return []

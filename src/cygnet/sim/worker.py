@@ -116,8 +116,9 @@ class SimWorker:
             return None
         return self.core.kv.store.reads.next_deadline_ns()
 
-    def finish(self, repeats: int, ends_ns: Sequence[int], now_ns: int) -> Sequence[RequestOutput]:
-        """The step in flight, and `repeats` after it, have ended, the last one now; what the last one gave."""
+    def finish(self, repeats: int, ends_ns: Callable[[], Sequence[int]], now_ns: int) -> Sequence[RequestOutput]:
+        """The step in flight, and `repeats` after it, have ended, the last one now; what the last one gave. `ends_ns`
+        says when each did."""
         plan, says = self.plan, self._says
         if plan is None:
             return ()
@@ -125,7 +126,7 @@ class SimWorker:
         if repeats:
             plan = self.core.repeat(repeats, says)
             if self._watch is not None:
-                self._watch_repeats(plan, repeats, ends_ns)
+                self._watch_repeats(plan, repeats, ends_ns())
         outputs = self.core.apply(StepResult(plan.step, says), now_ns)
         self._command_store(now_ns)
         self.plan = None
