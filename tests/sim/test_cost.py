@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cygnet.base.ids import RequestId
 from cygnet.engine.plan import ScheduledRequest, StepPlan
 from cygnet.sim.cost import Load, RooflineCost
 from cygnet.sim.expert_load import ExpertBalance, largest_of
@@ -117,7 +118,12 @@ def test_the_largest_load_is_that_of_drawn_experts(ep: int, tokens: int) -> None
 
 def plan_of(*loads: Load) -> list[StepPlan]:
     return [
-        StepPlan(0, (), (), tuple(ScheduledRequest(str(i), s, n, 0, (), 0, (), True) for i, (s, n) in enumerate(one)))
+        StepPlan(
+            0,
+            (),
+            (),
+            tuple(ScheduledRequest(RequestId(str(i)), s, n, 0, (), 0, (), True) for i, (s, n) in enumerate(one)),
+        )
         for one in (load.requests for load in loads)
     ]
 
@@ -216,7 +222,9 @@ def test_repeated_decodes_cost_what_they_cost_one_by_one(starts: list[int], coun
     """To the nanosecond, across the end of windows and of what a sparse model reads."""
 
     def plan(further: int) -> StepPlan:
-        requests = [ScheduledRequest(str(i), s + further, 1, 0, (), 0, (), True) for i, s in enumerate(starts)]
+        requests = [
+            ScheduledRequest(RequestId(str(i)), s + further, 1, 0, (), 0, (), True) for i, s in enumerate(starts)
+        ]
         return StepPlan(0, (), (), tuple(requests))
 
     cost = RooflineCost(model_facts(model), HARDWARE.get("H200"))

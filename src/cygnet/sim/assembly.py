@@ -14,7 +14,7 @@ from cygnet.engine.scheduler import SchedulerPolicy
 from cygnet.kv.hashing import root_key
 from cygnet.kv.manager import KVManager, LowerTiers
 from cygnet.kv.policy import KVPolicy, TierPolicy
-from cygnet.kv.sizing import PoolSizes, plan_host, plan_pools
+from cygnet.kv.sizing import HostSizes, PoolSizes, plan_host, plan_pools
 from cygnet.kv.store import Namespace, namespace_of
 from cygnet.kv.transfers import object_bytes
 from cygnet.router.buckets import parse_buckets
@@ -253,7 +253,7 @@ def lower_tiers(scenario: Scenario, fleet: _Builder) -> LowerTiers | None:
     return LowerTiers(_host(scenario, fleet, budget), policy, fleet.namespace if stored else None)
 
 
-def _host(scenario: Scenario, fleet: _Builder, budget: int) -> PoolSizes:
+def _host(scenario: Scenario, fleet: _Builder, budget: int) -> HostSizes:
     kv = scenario.kv
     return plan_host(
         fleet.geometry,
