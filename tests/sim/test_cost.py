@@ -167,6 +167,9 @@ def test_ranks_with_the_same_to_do_do_not_wait() -> None:
         assert both.times_ns[0] == pytest.approx(cost.load_ns(load), rel=1e-9)
         assert both.waiting_ns < 10
         alone = cost.together(plan_of(load), 2, 0)
+        copying = plan_of(Load(0, 0, ()))
+        assert cost.together([*plan_of(load), *copying], 2, 0) == alone
+        assert cost.together(copying, 2, 0).times_ns == [cost.step_ns(copying[0])]
         assert 0 < alone.waiting_ns < alone.times_ns[0] < both.times_ns[0]
 
 

@@ -245,7 +245,11 @@ class RooflineCost:
 
     def together(self, plans: Sequence[StepPlan], num_ranks: int, count: int) -> SharedStep:
         """See `CostModel`. What a rank does by itself beside attention is the same in each of its layers."""
-        loads = [Load.of(plan) for plan in plans]
+        transfers = [plan.transfers for plan in plans if plan.transfers]
+        loads = [Load.of(plan) for plan in plans if plan.requests]
+        if not loads:
+            overhead_ns = round(self._hardware.step_overhead_ns)
+            return SharedStep([self._with_transfers(overhead_ns, *transfers) if transfers else overhead_ns], 0)
         shared = self._shared(sum(load.tokens for load in loads), max(load.tokens for load in loads))
         own = [self._own(load) for load in loads]
         each = [seconds / self._facts.num_layers for seconds in own]
@@ -255,7 +259,7 @@ class RooflineCost:
             alone += group.layers * sum(layers)
             longest += group.layers * max(map(add, layers, each))
         first_ns = max(1, math.ceil((longest + shared) * 1e9))
-        if transfers := [plan.transfers for plan in plans if plan.transfers]:
+        if transfers:
             first_ns = self._with_transfers(first_ns, *transfers)
         times_ns = [first_ns]
         if count:
