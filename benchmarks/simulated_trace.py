@@ -26,9 +26,10 @@ from cygnet.cli.bench.workload import TokenSource
 from cygnet.cli.plan import find_facts
 from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.runtime.setup import load_engine
+from cygnet.sim.assembly import build
 from cygnet.sim.comparison import measures
 from cygnet.sim.results import SUMMED, Cached, Recorder, Results, summarize
-from cygnet.sim.scenario import build, parse_scenario
+from cygnet.sim.scenario import parse_scenario
 from cygnet.sim.sessions import Session, limited, with_poisson_arrivals
 from provenance import environment
 

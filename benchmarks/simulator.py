@@ -19,8 +19,9 @@ from time import process_time
 
 from cygnet.cli.bench.traces import load_trace
 from cygnet.cli.simulate import rare_collections
+from cygnet.sim.assembly import build
 from cygnet.sim.model_table import model_facts
-from cygnet.sim.scenario import build, parse_scenario
+from cygnet.sim.scenario import parse_scenario
 from cygnet.sim.sessions import Session
 from cygnet.sim.workload import workload
 from provenance import environment

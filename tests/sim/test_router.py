@@ -7,9 +7,10 @@ import pytest
 
 from cygnet.base.errors import ConfigError
 from cygnet.kv.sizing import PoolSizes
+from cygnet.sim.assembly import Simulation, build
 from cygnet.sim.cost import LinearCost
 from cygnet.sim.model_table import model_facts
-from cygnet.sim.scenario import Simulation, build, parse_scenario
+from cygnet.sim.scenario import parse_scenario
 from cygnet.sim.sessions import Piece, Session, Turn, random_sessions, with_poisson_arrivals
 
 MS = 1_000_000
@@ -57,9 +58,9 @@ def test_the_least_loaded_gets_the_next_one() -> None:
     run = simulation("[routing]\npolicy = 'least_loaded'\n")
     deliver = run.cluster.deliver
 
-    def note(request_id: str, worker: int) -> None:
+    def note(request_id: str, worker: int, decode: int) -> None:
         taken[worker] += 1
-        deliver(request_id, worker)
+        deliver(request_id, worker, decode)
 
     run.cluster.dispatch._placed = note  # type: ignore[attr-defined]
     run.run([request("long", 0.0, 6400), *(request(f"short-{n}", 0.0, 640) for n in range(6))])

@@ -7,11 +7,12 @@ import pytest
 
 from cygnet.base.errors import ConfigError
 from cygnet.kv.sizing import plan_pools
+from cygnet.sim.assembly import build, pool_sizes
 from cygnet.sim.comparison import Estimate, estimates, measures
 from cygnet.sim.cost import LinearCost
 from cygnet.sim.model_table import model_facts
 from cygnet.sim.results import Results
-from cygnet.sim.scenario import Scenario, build, parse_scenario, pool_sizes
+from cygnet.sim.scenario import Scenario, parse_scenario
 from cygnet.sim.sessions import Piece, Session, Turn
 from cygnet.sim.workload import workload
 

@@ -22,11 +22,12 @@ from cygnet.engine.runtime.local import LocalEngine
 from cygnet.engine.scheduler import SchedulerPolicy
 from cygnet.kv.manager import KVManager, KVPolicy
 from cygnet.kv.sizing import PoolSizes
+from cygnet.sim.assembly import Simulation, build
 from cygnet.sim.cost import CostModel, LinearCost
 from cygnet.sim.events import EventLoop, Priority
 from cygnet.sim.model_config import facts_from_config
 from cygnet.sim.model_table import model_facts
-from cygnet.sim.scenario import Scenario, Simulation, build, parse_scenario
+from cygnet.sim.scenario import Scenario, parse_scenario
 from cygnet.sim.sessions import Piece, Session, Turn, random_sessions, with_poisson_arrivals
 from support.paced import Clock, PacedRunner
 

@@ -10,10 +10,11 @@ from cygnet.base.messages import RequestOutput
 from cygnet.engine.core import EngineCore
 from cygnet.engine.plan import StepPlan, StepResult
 from cygnet.kv.sizing import PoolSizes
+from cygnet.sim.assembly import Simulation, build
 from cygnet.sim.cost import LinearCost, RooflineCost
 from cygnet.sim.hardware import HARDWARE
 from cygnet.sim.model_table import model_facts
-from cygnet.sim.scenario import Simulation, build, parse_scenario
+from cygnet.sim.scenario import parse_scenario
 from cygnet.sim.sessions import Piece, Session, Turn, random_sessions, with_poisson_arrivals
 
 MS = 1_000_000

@@ -83,9 +83,10 @@ def run_scenario(file: Path, trace: Path | None, sets: list[str], seeds: int, sw
     from cygnet.cli.bench.calibrate import read_profile
     from cygnet.cli.bench.traces import load_trace
     from cygnet.cli.plan import find_facts
+    from cygnet.sim.assembly import build
     from cygnet.sim.hardware import HARDWARE
     from cygnet.sim.report import Ran
-    from cygnet.sim.scenario import build, parse_scenario
+    from cygnet.sim.scenario import parse_scenario
     from cygnet.sim.workload import workload
 
     try:

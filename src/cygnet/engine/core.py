@@ -61,6 +61,8 @@ class EngineCore:
         self.max_requests = max_requests
         self._requests: dict[RequestId, Request] = {}
         self._plan: StepPlan | None = None
+        self._known_repeats = 0
+        """What `num_repeats` said last, as long as nothing has changed since; else 0."""
         self.num_added = 0
         """Requests ever added."""
         self._steps = 0
@@ -119,6 +121,7 @@ class EngineCore:
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
         )
         self.num_added += 1
+        self._known_repeats = 0
         self._requests[request_id] = request
         self._scheduler.add(request, now_ns)
 
@@ -155,6 +158,7 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str], now_ns: int) -> list[RequestOutput]:
         """End requests; their blocks are free (or cached) at once. Ids not known are ignored."""
+        self._known_repeats = 0
         return [
             self._finish(request, "abort", now_ns)
             for request_id in request_ids
@@ -203,6 +207,7 @@ class EngineCore:
 
     def store_results(self, results: Iterable[StoreResult], now_ns: int) -> None:
         """Take in what the store did; between `apply` and the next `schedule`."""
+        self._known_repeats = 0
         if self.kv.store is not None:
             for request_id in self.kv.store.handle(results, now_ns):
                 if (request := self._requests.get(request_id)) is not None and not request.running:
@@ -210,7 +215,7 @@ class EngineCore:
 
     def apply(self, result: StepResult, now_ns: int) -> list[RequestOutput]:
         """Take in what a plan's forward pass gave. Requests aborted meanwhile are passed over."""
-        plan, self._plan = self._plan, None
+        plan, self._plan, self._known_repeats = self._plan, None, 0
         if plan is None or plan.step != result.step:
             raise InvariantError(f"result of step {result.step} does not belong to the plan in flight")
         self.kv.transfers_done(now_ns)
@@ -242,6 +247,10 @@ class EngineCore:
         decodes of requests that have begun to answer, where a token could end a request, and where one that waits may
         be admitted.
         """
+        self._known_repeats = self._count_repeats()
+        return self._known_repeats
+
+    def _count_repeats(self) -> int:
         plan, running = self._plan, self._scheduler.running
         if plan is None or plan.new or plan.transfers or len(plan.requests) != len(running):
             return 0
@@ -262,7 +271,7 @@ class EngineCore:
         What is in flight afterwards, and returned, is the last of these plans.
         """
         plan = self._plan
-        if plan is None or count > self.num_repeats():
+        if plan is None or (count > self._known_repeats and count > self.num_repeats()):
             raise InvariantError(f"the plan in flight does not come {count} times again")
         if count == 0:
             return plan
@@ -276,7 +285,7 @@ class EngineCore:
         self._computed_tokens += tokens
         self._generated_tokens += tokens
         self._steps += count
-        self._plan = StepPlan(plan.step + count, (), (), tuple(repeated))
+        self._plan, self._known_repeats = StepPlan(plan.step + count, (), (), tuple(repeated)), 0
         return self._plan
 
     def _append(self, request: Request, sampled: SampledToken, now_ns: int) -> RequestOutput:

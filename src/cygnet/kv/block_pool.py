@@ -40,12 +40,16 @@ class BlockPool:
     def free(self, blocks: Iterable[BlockId]) -> None:
         """Give blocks back. A block that is free already is an `InvariantError`."""
         for block in blocks:
-            if not 0 <= block < self.num_blocks or self._is_free[block]:
-                raise InvariantError(f"{self.name} pool: block {block} freed twice or out of range")
-            self._is_free[block] = 1
-            self._free.append(block)
-            if self._freed is not None:
-                self._freed.append(block)
+            self.free_one(block)
+
+    def free_one(self, block: BlockId) -> None:
+        """Give one block back."""
+        if not 0 <= block < self.num_blocks or self._is_free[block]:
+            raise InvariantError(f"{self.name} pool: block {block} freed twice or out of range")
+        self._is_free[block] = 1
+        self._free.append(block)
+        if self._freed is not None:
+            self._freed.append(block)
 
     def is_free(self, block: BlockId) -> bool:
         return bool(self._is_free[block])

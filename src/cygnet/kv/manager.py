@@ -303,32 +303,26 @@ class KVManager:
 
     def _publish(self, kv: RequestKV, upto: int, now_ns: int) -> None:
         """Publish blocks up to `upto`: both groups of one block before the next block."""
-        for index in range(kv.swa_published if self._has_swa else len(kv.nodes), upto):
-            if index == len(kv.nodes):
-                self._publish_full(kv, now_ns)
-            if self._has_swa:
-                self._publish_swa(kv)
-
-    def _publish_full(self, kv: RequestKV, now_ns: int) -> None:
-        index = len(kv.nodes)
-        node = self.tree.get(kv.keys[index])
-        if node is None:
-            parent = kv.nodes[-1] if kv.nodes else None
-            node = self.tree.insert(kv.keys[index], parent, kv.full_blocks[index], now_ns, locked=True)
-            node.turns = kv.turns
-        else:
-            kv.private_full.add(index)
-            self.tree.lock(node)
-        kv.nodes.append(node)
-
-    def _publish_swa(self, kv: RequestKV) -> None:
-        index = kv.swa_published
-        node = kv.nodes[index]
-        if self._is_exact(kv, index) and node.swa_block == NO_BLOCK:
-            self.tree.attach_swa(node, kv.swa_blocks[index])
-        else:
-            kv.private_swa.add(index)
-        kv.swa_published = index + 1
+        tree, nodes, has_swa = self.tree, kv.nodes, self._has_swa
+        for index in range(kv.swa_published if has_swa else len(nodes), upto):
+            if index == len(nodes):
+                key = kv.keys[index]
+                node = tree.get(key)
+                if node is None:
+                    parent = nodes[-1] if nodes else None
+                    node = tree.insert(key, parent, kv.full_blocks[index], now_ns, locked=True)
+                    node.turns = kv.turns
+                else:
+                    kv.private_full.add(index)
+                    tree.lock(node)
+                nodes.append(node)
+            if has_swa:
+                node = nodes[index]
+                if node.swa_block == NO_BLOCK and self._is_exact(kv, index):
+                    tree.attach_swa(node, kv.swa_blocks[index])
+                else:
+                    kv.private_swa.add(index)
+                kv.swa_published = index + 1
 
     def _retain(self, kv: RequestKV) -> None:
         reached = min(kv.num_computed // self.block_size, len(kv.nodes))
@@ -365,7 +359,7 @@ class KVManager:
             if block == NO_BLOCK:
                 continue  # a gap that was to be loaded
             if index >= kv.swa_published or index in kv.private_swa:
-                self.swa_pool.free((block,))
+                self.swa_pool.free_one(block)
                 kv.private_swa.discard(index)
             else:
                 self.tree.unlock_swa(kv.nodes[index])

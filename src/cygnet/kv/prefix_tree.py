@@ -281,7 +281,7 @@ class PrefixTree:
             node.checkpoint.resumes += 1
 
     def _free_swa(self, node: Node) -> None:
-        self._swa_pool.free((node.swa_block,))
+        self._swa_pool.free_one(node.swa_block)
         node.swa_block = NO_BLOCK
         self.version += 1
         self.num_swa_blocks -= 1
@@ -356,7 +356,8 @@ class PrefixTree:
         return blocks - len(self._nodes), windows - len(self._checkpoints)
 
     def _remove(self, leaf: Node) -> None:
-        self.drop_checkpoint(leaf)
+        if leaf.checkpoint is not None:
+            self.drop_checkpoint(leaf)
         if leaf.swa_block != NO_BLOCK or leaf.locks or leaf.num_children:
             raise InvariantError(f"evicted node {leaf.index} is still in use")
         del self._nodes[leaf.key]
@@ -366,7 +367,7 @@ class PrefixTree:
         self._leaves.discard(leaf)
         self.num_evictable_full -= 1
         self.evicted_full_blocks_total += 1
-        self._full_pool.free((leaf.full_block,))
+        self._full_pool.free_one(leaf.full_block)
         parent = leaf.parent
         if parent is not None:
             parent.num_children -= 1
@@ -374,11 +375,13 @@ class PrefixTree:
                 self._leaves.add(parent)
 
     def _pick_leaf(self, now_ns: int) -> Node:
+        policy, rate_of, chance, size = self._policy, self._leaf_uses.rate, self._leaves.chance, self.block_size
+        plain = self.is_backed is None
+
         def worth(leaf: Node) -> float:
             age_ns = now_ns - leaf.last_access_ns
-            rate = self._leaf_uses.rate(kind_of_leaf(leaf), age_ns)
-            candidate = Candidate(self.block_size * self._cost(leaf, window=False), 1, rate, age_ns)
-            return self._policy(candidate, self._leaves.chance())
+            saved = size * (1.0 if plain else self._cost(leaf, window=False))
+            return policy(Candidate(saved, 1, rate_of(kind_of_leaf(leaf), age_ns), age_ns), chance())
 
         return min(self._leaves.sample(SAMPLE), key=worth)
 

@@ -18,6 +18,8 @@ OCTAVES = 32
 SHIFT = 20
 """2**20 ns is the unit of age, about a millisecond."""
 UNIT_S = 2**SHIFT / 1e9
+WIDTHS = tuple(((1 << octave) - ((1 << octave) >> 1)) * UNIT_S for octave in range(OCTAVES))
+"""Of the octaves, in seconds."""
 REFRESH = 64
 """Observations of a kind between two computations of its rates."""
 MEMORY = 4096
@@ -88,16 +90,16 @@ def rates(used: list[float], lost: list[float]) -> list[float]:
     for octave in range(OCTAVES - 1, -1, -1):
         left += used[octave] + lost[octave]
         chances[octave] = (used[octave] + 0.5) / (left - lost[octave] / 2 + 1.0)
+    octaves = [(width, chance, 1 - chance / 2, 1 - chance) for width, chance in zip(WIDTHS, chances, strict=True)]
     found = []
     for first in range(OCTAVES):
         best = use = time = 0.0
         unused = 1.0
-        for octave in range(first, OCTAVES):
-            width = ((1 << octave) - ((1 << octave) >> 1)) * UNIT_S
-            chance = chances[octave]
-            time += unused * width * (1 - chance / 2)
+        for width, chance, taken, kept in octaves[first:]:
+            time += unused * width * taken
             use += unused * chance
-            unused *= 1 - chance
-            best = max(best, use / time)
+            unused *= kept
+            if use / time > best:
+                best = use / time
         found.append(best)
     return found

@@ -1,6 +1,7 @@
 """The state of a router that is alone: in this process, behind the interface that Redis has too."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -13,6 +14,15 @@ from cygnet.router.state import Decision, Lease, NoRoom, Placed, RouteRequest
 from cygnet.router.view import Roster, WorkerRecord
 
 NS_PER_MS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Per candidate: tokens of the prompt that it holds, its pending tokens, and blocks of the chain that it holds."""
+
+    matched: Sequence[int]
+    loads: Sequence[int]
+    depths: Sequence[int]
 
 
 class LocalState:
@@ -33,10 +43,18 @@ class LocalState:
         return True
 
     def route(self, request: RouteRequest, then: Placed) -> None:
+        weighed = self.weigh(request)
+        choice = choose(request.plan, request.tokens, weighed.matched, weighed.loads, request.chance)
+        if choice is None:
+            then(NoRoom(max(weighed.matched)))
+        else:
+            then(self.take(request, weighed, choice.place, spilled=choice.spilled))
+
+    def weigh(self, request: RouteRequest) -> Weighed:
+        """What a choice goes by: matched tokens and loads of the plan's candidates."""
         now = self._clock()
         self._ledger.reap(now)
-        plan = request.plan
-        slots = [candidate.slot for candidate in plan.candidates]
+        slots = [candidate.slot for candidate in request.plan.candidates]
         depths = self.index.match(request.chain, slots, now)
         matched = [min(depth * request.block_tokens, request.tokens) for depth in depths]
         if request.known:
@@ -44,19 +62,19 @@ class LocalState:
                 routed if told < 0 or depth > request.known_blocks else told
                 for routed, told, depth in zip(matched, request.known, depths, strict=True)
             ]
-        loads = [self._ledger.load(slot) for slot in slots]
-        choice = choose(plan, request.tokens, matched, loads, request.chance)
-        if choice is None:
-            then(NoRoom(max(matched)))
-            return
-        place = choice.place
-        cost = request.tokens - matched[place] + plan.request_tokens
+        return Weighed(matched, [self._ledger.load(slot) for slot in slots], depths)
+
+    def take(self, request: RouteRequest, weighed: Weighed, place: int, *, spilled: bool = False) -> Decision:
+        """Give the request to the candidate that was chosen by what was weighed just before."""
+        now = self._clock()
+        slot = request.plan.candidates[place].slot
+        cost = request.tokens - weighed.matched[place] + request.plan.request_tokens
         live = self._slots.live
-        if live >> slots[place] & 1:
-            self._ledger.hold(request.request_id, slots[place], cost, now + self._lease_ns)
+        if live >> slot & 1:
+            self._ledger.hold(request.request_id, slot, cost, now + self._lease_ns)
             if chain_length(request.chain):
-                self.index.insert(request.chain, slots[place], depths[place], live, now)
-        then(Decision(slots[place], matched[place], cost, choice.spilled))
+                self.index.insert(request.chain, slot, weighed.depths[place], live, now)
+        return Decision(slot, weighed.matched[place], cost, spilled)
 
     def settle(self, request_id: str, cost: int) -> None:
         self._ledger.settle(request_id, cost)

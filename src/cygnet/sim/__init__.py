@@ -4,5 +4,6 @@ model_facts, model_config, model_table  ->  what a model weighs, caches and comp
 hardware, cost                          ->  how long a step of it takes
 planner                                 ->  what fits where
 sessions, traces, agents, prompts       ->  what is asked
-events, worker, cluster, results        ->  what comes of it
+scenario, assembly                      ->  who is asked: workers, tiers, router, roles, faults
+events, steps, worker, cluster, results ->  what comes of it
 """

@@ -40,12 +40,22 @@ def measures(results: Results) -> dict[str, float]:
         "of that from the store, %": 100 * results.store_hit,
         "rebuilt, %": 100 * results.rebuilt_share,
         "workers busy, %": 100 * results.busy_share,
+        "of their steps waiting for slower ranks, %": 100 * results.waiting_share,
+        "prompt tokens per second of a rank's steps": results.step_input_rate,
         "preemptions": results.preemptions,
         "refused": sum(results.refused.values()),
     }
+    if results.decode_busy_share is not None and results.decoding is not None:
+        rows["decode workers busy, %"] = 100 * results.decode_busy_share
+        rows["requests decoding at once, per decode worker"] = results.decoding
     if results.goodput is not None:
         rows["good requests per second"] = results.goodput
-    for name, spread in (("TTFT", results.ttft_ms), ("TPOT", results.tpot_ms), ("E2E", results.e2el_ms)):
+    for name, spread in (
+        ("TTFT", results.ttft_ms),
+        ("TPOT", results.tpot_ms),
+        ("E2E", results.e2el_ms),
+        ("hand-over", results.handover_ms),
+    ):
         if spread is not None:
             rows |= {f"{name} {label}, ms": value for label, value in _points(spread).items()}
     return rows

@@ -4,22 +4,33 @@
 
 A kind is bound by whichever of the two takes longer; where a machine does not do both at once (`overlap` below 1), part
 of the shorter is added. What is summed is one accelerator's share of one attention rank.
-Data-parallel ranks share their experts; the model takes all ranks of a replica to run as many tokens at the same time,
-which is kind to fleets whose ranks are loaded unevenly: waiting for one another is not in it.
+
+Data-parallel ranks share their experts. Ranks that step together (`together`) wait for one another in every layer:
+
+    rank 0   attention, projections of a layer ████████│ experts of all ranks' tokens ████│ next layer
+    rank 1   ███ waits                                 │                              ████│
+    time     layers of a group x the slowest rank's    + experts + the way to them and back
+
+The step of one rank alone (`step_ns`) takes the other ranks of its replica to run as many tokens.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import add
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cygnet.base.geometry import KVGeometry
 from cygnet.engine.plan import StepPlan
 from cygnet.kv.transfers import Copies, StepTransfers
+from cygnet.sim.expert_load import ExpertBalance
 from cygnet.sim.hardware import HardwareProfile
 from cygnet.sim.model_facts import AttentionFacts, ModelFacts, attended_pairs
+
+T = TypeVar("T")
 
 
 class CostModel(Protocol):
@@ -30,6 +41,21 @@ class CostModel(Protocol):
 
     def repeats_ns(self, plan: StepPlan, count: int) -> Sequence[int]:
         """The time of each of the `count` steps after `plan`, of decodes alone, that are the same one token further."""
+
+    def together(self, plans: Sequence[StepPlan], num_ranks: int, count: int) -> "SharedStep":
+        """The step of ranks that wait for one another, `plans` of those of the `num_ranks` that have something to do,
+        and of the `count` steps after it that are the same, decodes one token further."""
+
+
+@dataclass(frozen=True)
+class SharedStep:
+    """What a step of several ranks takes."""
+
+    times_ns: Sequence[int]
+    """Of the step, and of those that repeat it."""
+    waiting_ns: int
+    """What all ranks together wait for slower ones in the first of them; ranks with nothing to do wait all the time
+    that others compute alone."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +70,10 @@ class LinearCost:
 
     def repeats_ns(self, plan: StepPlan, count: int) -> Sequence[int]:
         return [self.step_ns(plan)] * count
+
+    def together(self, plans: Sequence[StepPlan], num_ranks: int, count: int) -> SharedStep:
+        times = [self.step_ns(plan) for plan in plans]
+        return SharedStep([max(times)] * (count + 1), num_ranks * max(times) - sum(times))
 
 
 @dataclass(frozen=True)
@@ -108,19 +138,23 @@ class _Group:
         return flops, read * self.token_bytes + all_read * self.index_bytes
 
     def decode_work(self, ends: "NDArray[np.int64]", steps: "NDArray[np.int64]") -> tuple[Any, Any]:
-        """`work` of one token of each request, of `ends + step` tokens, for each step."""
+        """`work` of one token of each request, of `ends + step` tokens, for each step; numbers where it is always the
+        same."""
         every = ends.sum() + len(ends) * steps
-        seen = every if self.limit is None else np.minimum(ends[:, None] + steps, self.limit).sum(axis=0)
+        seen = every if self.limit is None else self._seen(ends, steps, self.limit)
         flops, read = seen * self.decode_flops, seen * self.token_bytes
         return (flops + every * self.index_flops, read + every * self.index_bytes) if self.index else (flops, read)
 
+    @staticmethod
+    def _seen(ends: "NDArray[np.int64]", steps: "NDArray[np.int64]", limit: int) -> Any:
+        """Keys within reach of all requests, for each step; one number where every request has as many as can be."""
+        below = ends[ends < limit]
+        rest = (len(ends) - len(below)) * limit
+        return np.minimum(below[:, None] + steps, limit).sum(axis=0) + rest if len(below) else rest
+
 
 class RooflineCost:
-    """Steps of one attention rank of `tp` accelerators whose experts are spread over `ep`.
-
-    `imbalance` is the most loaded accelerator's share of expert work over the mean: 1 / 0.85 as the article measures it
-    without any balancing (§4.3).
-    """
+    """Steps of attention ranks of `tp` accelerators each, whose experts are spread over `ep`."""
 
     def __init__(
         self,
@@ -130,16 +164,20 @@ class RooflineCost:
         tp: int = 1,
         ep: int = 1,
         kv_bytes: int = 2,
-        imbalance: float = 1 / 0.85,
+        balance: ExpertBalance | None = None,
         block_size: int = 0,
+        geometry: KVGeometry | None = None,
     ) -> None:
-        """`block_size` is needed where plans have transfers between device and host."""
+        """`block_size` is needed where plans have transfers between device and host; `geometry` where blocks are not
+        shaped as the model has them."""
         self._facts, self._hardware = facts, hardware
-        self._tp, self._ep, self._imbalance = tp, max(ep, tp) if facts.moe else tp, imbalance
+        self._tp, self._ep, self._balance = tp, max(ep, tp) if facts.moe else tp, balance or ExpertBalance()
         self._groups = [_Group(group, kv_bytes, tp) for group in facts.groups]
-        geometry = facts.kv_geometry(kv_bytes, tp)
+        geometry = geometry or facts.kv_geometry(kv_bytes, tp)
         self._full_bytes, self._swa_bytes = geometry.full.block_bytes(block_size), geometry.swa.block_bytes(block_size)
         self._known: dict[tuple[int, int, int], float] = {}
+        self._known_own: dict[tuple[int, int, int], float] = {}
+        self._known_shared: dict[tuple[int, int], float] = {}
         self._exposed = 1.0 - hardware.overlap
         weights = facts.weight_bytes
         self._flops_16 = hardware.flops_16bit * hardware.flops_efficiency
@@ -164,10 +202,12 @@ class RooflineCost:
         compute_ns = self.load_ns(Load.of(plan)) if plan.requests else round(self._hardware.step_overhead_ns)
         return self._with_transfers(compute_ns, plan.transfers) if plan.transfers else compute_ns
 
-    def _with_transfers(self, compute_ns: int, transfers: StepTransfers) -> int:
+    def _with_transfers(self, compute_ns: int, *transfers: StepTransfers) -> int:
         """What is evicted goes first; loads, layer by layer, and saves go beside the step, and the first layer waits
-        for its load."""
-        evicted, loads, saves = map(self._copy_ns, (transfers.evicted, transfers.loads, transfers.saves))
+        for its load. Of several ranks' copies the longest count."""
+        evicted = max(self._copy_ns(one.evicted) for one in transfers)
+        loads = max(self._copy_ns(one.loads) for one in transfers)
+        saves = max(self._copy_ns(one.saves) for one in transfers)
         return evicted + max(compute_ns + loads // self._facts.num_layers, loads, saves)
 
     def _copy_ns(self, copies: Copies) -> int:
@@ -180,22 +220,85 @@ class RooflineCost:
 
     def repeats_ns(self, plan: StepPlan, count: int) -> Sequence[int]:
         load = Load.of(plan)
+        attention = np.zeros(count)
+        for group, layer in zip(self._groups, self._decode_layers(load, count), strict=True):
+            attention += group.layers * layer
+        nanoseconds: list[int] = np.ceil((attention + self._rest(load)) * 1e9).astype(np.int64).tolist()
+        return nanoseconds
+
+    def _decode_layers(self, load: Load, count: int) -> list[Any]:
+        """Seconds of one layer's attention of each group, in each of the `count` decode steps after `load`; a number
+        where it is always the same."""
         ends = np.array([start + 1 for start, _ in load.requests])
         steps = np.arange(1, count + 1)
-        attention = np.zeros(count)
+        layers = []
         for group in self._groups:
             flops, read = group.decode_work(ends, steps)
             computing, reading = flops / self._attention_rate, read / self._kv_bandwidth
-            longer, shorter = np.maximum(computing, reading), np.minimum(computing, reading)
-            attention += group.layers * (longer + self._exposed * shorter)
-        nanoseconds: list[int] = np.ceil((attention + self._rest(load)) * 1e9).astype(np.int64).tolist()
-        return nanoseconds
+            if isinstance(computing, float):
+                layers.append(self._both(computing, reading))
+                continue
+            layers.append(np.maximum(computing, reading) + self._exposed * np.minimum(computing, reading))
+        return layers
+
+    # ------------------------------------------------------------ several ranks
+
+    def together(self, plans: Sequence[StepPlan], num_ranks: int, count: int) -> SharedStep:
+        """See `CostModel`. What a rank does by itself beside attention is the same in each of its layers."""
+        transfers = [plan.transfers for plan in plans if plan.transfers]
+        loads = [Load.of(plan) for plan in plans if plan.requests]
+        if not loads:
+            overhead_ns = round(self._hardware.step_overhead_ns)
+            return SharedStep([self._with_transfers(overhead_ns, *transfers) if transfers else overhead_ns], 0)
+        shared = self._shared(sum(load.tokens for load in loads), max(load.tokens for load in loads))
+        own = [self._own(load) for load in loads]
+        each = [seconds / self._facts.num_layers for seconds in own]
+        alone, longest = sum(own), 0.0
+        for group in self._groups:
+            layers = [self._layer(group, load) for load in loads]
+            alone += group.layers * sum(layers)
+            longest += group.layers * max(map(add, layers, each))
+        first_ns = max(1, math.ceil((longest + shared) * 1e9))
+        if transfers:
+            first_ns = self._with_transfers(first_ns, *transfers)
+        times_ns = [first_ns]
+        if count:
+            seconds = np.zeros(count)
+            for group, *layers in zip(self._groups, *(self._decode_layers(load, count) for load in loads), strict=True):
+                slowest = layers[0] + each[0]
+                for layer, rest in zip(layers[1:], each[1:], strict=True):
+                    slowest = np.maximum(slowest, layer + rest)
+                seconds += group.layers * slowest
+            times_ns += np.ceil((seconds + shared) * 1e9).astype(np.int64).tolist()
+        return SharedStep(times_ns, math.ceil(max(0.0, num_ranks * longest - alone) * 1e9))
+
+    def _own(self, load: Load) -> float:
+        """Seconds of what a rank does by itself beside attention."""
+        size = load.tokens, load.sampled, len(load.requests)
+        known = self._known_own.get(size)
+        if known is None:
+            parts = self._own_parts(load)
+            known = _remember(self._known_own, size, sum(parts.values()))
+        return known
+
+    def _shared(self, tokens: int, most: int) -> float:
+        """Seconds of the experts and the way to them and back, for `tokens` of all ranks, `most` of one."""
+        known = self._known_shared.get((tokens, most))
+        if known is None:
+            known = _remember(self._known_shared, (tokens, most), sum(self._shared_parts(tokens, most).values()))
+        return known
+
+    # ------------------------------------------------------------------- parts
+
+    def _layer(self, group: _Group, load: Load) -> float:
+        """Seconds of one layer's attention."""
+        flops, read = group.work(load.requests)
+        return self._both(flops / self._attention_rate, read / self._kv_bandwidth)
 
     def _attention(self, load: Load) -> float:
         seconds = 0.0
         for group in self._groups:
-            flops, read = group.work(load.requests)
-            seconds += group.layers * self._both(flops / self._attention_rate, read / self._kv_bandwidth)
+            seconds += group.layers * self._layer(group, load)
         return seconds
 
     def _rest(self, load: Load) -> float:
@@ -203,9 +306,7 @@ class RooflineCost:
         size = load.tokens, load.sampled, len(load.requests)
         known = self._known.get(size)
         if known is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            known = self._known[size] = sum(self._parts_by_tokens(load).values())
+            known = _remember(self._known, size, sum(self._parts_by_tokens(load).values()))
         return known
 
     def _both(self, computing: float, reading: float) -> float:
@@ -217,47 +318,62 @@ class RooflineCost:
         return {"attention": self._attention(load), **self._parts_by_tokens(load)}
 
     def _parts_by_tokens(self, load: Load) -> dict[str, float]:
-        facts, tokens = self._facts, load.tokens
+        """All but attention, the other ranks of the replica running as many tokens."""
+        own, shared = self._own_parts(load), self._shared_parts(load.tokens * self._ep // self._tp, load.tokens)
+        collectives = own.pop("all-reduces") + shared.pop("all-to-alls")
+        return {**own, **shared, "collectives": collectives}
+
+    def _own_parts(self, load: Load) -> dict[str, float]:
+        facts, hardware, tokens = self._facts, self._hardware, load.tokens
         products = sum(layers * self._product(tokens, parameters, each) for layers, parameters, each in self._products)
         head = facts.vocab_size * facts.hidden_size / self._tp
+        sampled = self._product(load.sampled, head, facts.weight_bytes.embedding) if load.sampled else 0.0
+        overhead_ns = hardware.step_overhead_ns + len(load.requests) * hardware.request_overhead_ns
         return {
             "projections and dense MLPs": products,
-            "experts": self._experts(tokens),
-            "head": self._product(load.sampled, head, facts.weight_bytes.embedding) / self._hardware.head_speed
-            if load.sampled
-            else 0.0,
-            "collectives": self._collectives(tokens),
-            "overhead": (self._hardware.step_overhead_ns + len(load.requests) * self._hardware.request_overhead_ns)
-            / 1e9,
+            "head": sampled / hardware.head_speed,
+            "all-reduces": self._all_reduces(tokens),
+            "overhead": overhead_ns / 1e9,
         }
 
     def _product(self, tokens: float, parameters: float, each: float) -> float:
         rate = self._flops_8 if each <= 1.0 else self._flops_16
         return self._both(2.0 * tokens * parameters / rate, parameters * each / self._bandwidth)
 
-    def _experts(self, tokens: int) -> float:
-        moe = self._facts.moe
-        if moe is None:
+    def _all_reduces(self, tokens: int) -> float:
+        """Two in each layer, where it is split over `tp`."""
+        if self._tp == 1:
             return 0.0
-        each = self._facts.weight_bytes.experts
-        ranks = self._ep / self._tp
-        rate = self._flops_8 if each <= 1.0 else self._flops_16
-        flops = 2.0 * tokens * ranks * moe.top_k * moe.expert_parameters / self._ep * self._imbalance
-        touched = moe.num_experts / self._ep * (1.0 - (1.0 - moe.top_k / moe.num_experts) ** (tokens * ranks))
-        reading = touched * moe.expert_parameters * each / self._bandwidth
-        return moe.num_layers * self._both(flops / rate, reading)
-
-    def _collectives(self, tokens: int) -> float:
-        """All-reduces of layers split over `tp` (two each), and the way to the experts and back (8 and 16 bits)."""
         facts, hardware = self._facts, self._hardware
-        seconds = 0.0
-        if self._tp > 1:
-            link = hardware.link_bandwidth * hardware.link_efficiency
-            moved = 2 * (self._tp - 1) / self._tp * tokens * facts.hidden_size * 2
-            seconds += 2 * facts.num_layers * (moved / link + hardware.collective_ns / 1e9)
-        if facts.moe and self._ep > self._tp:
-            inside = self._ep <= hardware.per_node
-            link = (hardware.link_bandwidth if inside else hardware.network_bandwidth) * hardware.link_efficiency
-            moved = tokens / self._tp * facts.moe.top_k * facts.hidden_size * 3 * (1 - 1 / self._ep)
-            seconds += facts.moe.num_layers * (moved / link + 2 * hardware.collective_ns / 1e9)
-        return seconds
+        moved = 2 * (self._tp - 1) / self._tp * tokens * facts.hidden_size * 2
+        seconds = moved / (hardware.link_bandwidth * hardware.link_efficiency) + hardware.collective_ns / 1e9
+        return 2 * facts.num_layers * seconds
+
+    def _shared_parts(self, tokens: int, most: int) -> dict[str, float]:
+        """Experts, and the way to them and back (8 and 16 bits), for `tokens` of all ranks, of which one has `most`.
+
+        Both wait for the most loaded accelerator; the way also for the rank that sends most.
+        """
+        facts, hardware, moe = self._facts, self._hardware, self._facts.moe
+        if moe is None:
+            return {"experts": 0.0, "all-to-alls": 0.0}
+        each = facts.weight_bytes.experts
+        rate = self._flops_8 if each <= 1.0 else self._flops_16
+        busiest = tokens / self._ep * self._balance.imbalance(moe, self._ep, tokens)
+        flops = 2.0 * busiest * moe.top_k * moe.expert_parameters
+        touched = moe.num_experts / self._ep * (1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens)
+        reading = touched * moe.expert_parameters * each / self._bandwidth
+        experts = moe.num_layers * self._both(flops / rate, reading)
+        if self._ep == self._tp:
+            return {"experts": experts, "all-to-alls": 0.0}
+        inside = self._ep <= hardware.per_node
+        link = (hardware.link_bandwidth if inside else hardware.network_bandwidth) * hardware.link_efficiency
+        moved = max(most / self._tp, busiest) * moe.top_k * facts.hidden_size * 3 * (1 - 1 / self._ep)
+        return {"experts": experts, "all-to-alls": moe.num_layers * (moved / link + 2 * hardware.collective_ns / 1e9)}
+
+
+def _remember(known: dict[T, float], key: T, value: float) -> float:
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = value
+    return value

@@ -79,15 +79,19 @@ def _against_context(
 
 
 def latencies(columns: dict[str, Column], form: str) -> bytes:
-    """Which part of the requests had their first token, and their tokens, within a time."""
+    """Which part of the requests had their first token, their tokens, and their hand-over if any, within a time."""
     check_format(form)
     pyplot = load_pyplot()
     from matplotlib import ticker
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    ttft = (columns["first_ns"] - columns["arrival_ns"]) / 1e9
-    tpot = time_per_output_token(columns) / 1e6
-    for axis, values, label in ((axes[0], ttft, "time to first token (s)"), (axes[1], tpot, "time per token (ms)")):
+    shown = {
+        "time to first token (s)": (columns["first_ns"] - columns["arrival_ns"]) / 1e9,
+        "time per token (ms)": time_per_output_token(columns) / 1e6,
+    }
+    if columns["handover_ns"].any():
+        shown["from prefill to decode worker (ms)"] = columns["handover_ns"][columns["output_tokens"] > 1] / 1e6
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(11, 3.6), layout="constrained")
+    for axis, (label, values) in zip(axes, shown.items(), strict=True):
         axis.ecdf(np.maximum(values, 1e-6))
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))

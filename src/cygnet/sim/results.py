@@ -14,9 +14,10 @@ from cygnet.base.messages import EngineStats
 Column = NDArray[np.int64]
 COLUMNS = (
     "arrival_ns", "queued_ns", "first_ns", "end_ns", "prompt_tokens", "output_tokens", "cached_tokens", "host_tokens",
-    "store_tokens",
+    "store_tokens", "handover_ns",
 )  # fmt: skip
-"""`cached_tokens` is the effective hit, of which `host_tokens` and `store_tokens` came from there."""
+"""`cached_tokens` is the effective hit, of which `host_tokens` and `store_tokens` came from there. Of `handover_ns` see
+`Results.handover_ms`."""
 SUMMED = (
     "steps_total",
     "computed_tokens_total",
@@ -43,7 +44,7 @@ class Cached(NamedTuple):
 
 
 class Recorder:
-    """Finished requests, 72 bytes each, and how many were refused for which reason."""
+    """Finished requests, 80 bytes each, and how many were refused for which reason."""
 
     def __init__(self) -> None:
         self._columns = tuple(array("q") for _ in COLUMNS)
@@ -54,10 +55,11 @@ class Recorder:
         return len(self._columns[0])
 
     def record(
-        self, arrival_ns: int, queued_ns: int, first_ns: int, end_ns: int, prompt: int, output: int, cached: Cached
-    ) -> None:
+        self, arrival_ns: int, queued_ns: int, first_ns: int, end_ns: int, prompt: int, output: int, cached: Cached,
+        handover_ns: int = 0,
+    ) -> None:  # fmt: skip
         """One finished request, in the order of `COLUMNS`."""
-        row = (arrival_ns, queued_ns, first_ns, end_ns, prompt, output, *cached)
+        row = (arrival_ns, queued_ns, first_ns, end_ns, prompt, output, *cached, handover_ns)
         for column, value in zip(self._columns, row, strict=True):
             column.append(value)
 
@@ -126,6 +128,16 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int
     busy_share: float
     """Part of the time that workers were in a step, mean over workers."""
+    waiting_share: float
+    """Part of the steps' time that ranks waited for slower ones of their replica."""
+    step_input_rate: float
+    """Prompt tokens per second of one rank in steps, waiting included, idle time not; of workers that prefill."""
+    decode_busy_share: float | None
+    """`busy_share` is of workers that prefill, this of those that decode; `None` where all do both."""
+    decoding: float | None
+    """Requests that one of those decodes at once, in the mean."""
+    handover_ms: Spread | None
+    """From the end of a prefill to its request's place at the worker that decodes it."""
     ttft_ms: Spread | None
     tpot_ms: Spread | None
     e2el_ms: Spread | None
@@ -142,12 +154,17 @@ def time_per_output_token(columns: dict[str, Column]) -> NDArray[np.float64]:
 def summarize(
     columns: dict[str, Column],
     stats: Sequence[EngineStats],
+    decode_stats: Sequence[EngineStats] = (),
     *,
     refused: dict[str, int],
     busy_ns: Sequence[int],
+    decode_busy_ns: Sequence[int] = (),
+    step_ns: int = 0,
+    waiting_share: float = 0.0,
     goals: Goals | None = None,
 ) -> Results:
-    """Add up a run. `stats` and `busy_ns` are the workers'."""
+    """Add up a run. `stats` and `busy_ns` are the workers', apart from those that only decode: hits are the others'.
+    `step_ns` is what the workers' ranks spent in steps."""
     finished = len(columns["arrival_ns"])
     start = int(columns["arrival_ns"].min()) if finished else 0
     span_ns = int(columns["end_ns"].max()) - start if finished else 0
@@ -156,6 +173,7 @@ def summarize(
     queried = totals["prefix_query_tokens_total"] or 1
     good = _good(columns, goals) if goals else None
     ttft = columns["first_ns"] - columns["arrival_ns"]
+    both = [*stats, *decode_stats]
     return Results(
         finished=finished,
         refused=refused,
@@ -173,17 +191,27 @@ def summarize(
         host_hit=totals["host_hit_tokens_total"] / queried,
         store_hit=totals["store_hit_tokens_total"] / queried,
         rebuilt_share=totals["rebuilt_tokens_total"] / queried,
-        preemptions=totals["preemptions_total"],
+        preemptions=sum(one.preemptions_total for one in both),
         evicted_full_blocks=totals["evicted_full_blocks_total"],
         evicted_windows=totals["evicted_windows_total"],
-        steps=totals["steps_total"],
-        computed_tokens=totals["computed_tokens_total"],
+        steps=sum(one.steps_total for one in both),
+        computed_tokens=sum(one.computed_tokens_total for one in both),
         busy_share=sum(busy_ns) / (len(busy_ns) * span_ns) if span_ns else 0.0,
+        waiting_share=waiting_share,
+        step_input_rate=float(columns["prompt_tokens"].sum()) / (step_ns / 1e9) if step_ns else 0.0,
+        decode_busy_share=sum(decode_busy_ns) / (len(decode_busy_ns) * span_ns) if decode_busy_ns and span_ns else None,
+        decoding=_decoding(columns) / (len(decode_busy_ns) * span_ns) if decode_busy_ns and span_ns else None,
+        handover_ms=Spread.of(columns["handover_ns"][columns["output_tokens"] > 1]) if decode_busy_ns else None,
         ttft_ms=Spread.of(ttft),
         tpot_ms=Spread.of(time_per_output_token(columns)),
         e2el_ms=Spread.of(columns["end_ns"] - columns["arrival_ns"]),
         queue_ms=Spread.of(columns["queued_ns"]),
     )
+
+
+def _decoding(columns: dict[str, Column]) -> int:
+    """Nanoseconds that requests spent with workers that decode, waiting not counted."""
+    return int((columns["end_ns"] - columns["first_ns"] - columns["handover_ns"]).sum())
 
 
 def _good(columns: dict[str, Column], goals: Goals) -> int | None:

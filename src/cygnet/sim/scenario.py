@@ -4,42 +4,19 @@
 """
 
 import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from cygnet.base.config import EngineSettings, KVSettings, check_host_cache, check_memory
+from cygnet.base.config import EngineSettings, KVSettings
 from cygnet.base.errors import ConfigError
-from cygnet.base.geometry import KVGeometry
-from cygnet.base.registry import Registry
-from cygnet.engine.core import EngineCore
-from cygnet.engine.scheduler import SchedulerPolicy
-from cygnet.kv.hashing import root_key
-from cygnet.kv.manager import KVManager, LowerTiers
-from cygnet.kv.policy import KVPolicy, TierPolicy
-from cygnet.kv.sizing import PoolSizes, plan_host, plan_pools
-from cygnet.kv.store import namespace_of
-from cygnet.kv.transfers import object_bytes
-from cygnet.router.buckets import parse_buckets
 from cygnet.router.config import CacheSettings, QueueSettings, RoutingSettings
 from cygnet.sim.agents import AgentProfile, Spread
-from cygnet.sim.cluster import MAX_TOKEN_ID, Cluster
-from cygnet.sim.cost import CostModel, RooflineCost
-from cygnet.sim.events import EventLoop, Priority
-from cygnet.sim.hardware import HARDWARE, HardwareProfile
-from cygnet.sim.model_facts import ModelFacts
-from cygnet.sim.results import Goals, Recorder, Results, summarize
-from cygnet.sim.router import Dispatch, Fixed, SimRouter
-from cygnet.sim.sessions import Session
-from cygnet.sim.store import SimStore, StoreLink
-from cygnet.sim.worker import SimWorker, Watch
-
-FINGERPRINT = "simulated"
-MS = 1_000_000
+from cygnet.sim.expert_load import BALANCE
+from cygnet.sim.results import Goals
 
 
 class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,10 +26,13 @@ class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bits: Annotated[Literal[8, 16, 32], Meta(description="bits of a KV element")] = 16
     weight_bits: Annotated[float, Meta(ge=0, le=32, description="bits of a weight; 0: the checkpoint's")] = 0.0
     max_model_len: Annotated[int, Meta(ge=0, description="longest context served; 0: the model's")] = 0
+    one_pool: Annotated[
+        bool, Meta(description="keep sliding-window KV for every token, as engines without a pool of its own do")
+    ] = False
 
 
 class FleetPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The workers, all alike. A worker is one attention rank."""
+    """The workers, all alike (but for `[decode]`). A worker is one attention rank."""
 
     workers: Annotated[int, Meta(ge=1, le=4096, description="attention ranks, each with an engine of its own")] = 1
     gpu: Annotated[
@@ -61,6 +41,15 @@ class FleetPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "H200"
     tp: Annotated[int, Meta(ge=1, description="accelerators per rank")] = 1
     ep: Annotated[int, Meta(ge=1, description="accelerators that share the experts, if any; tp or a multiple")] = 1
+    sync: Annotated[
+        bool, Meta(description="ranks that share experts wait for one another in every layer (DP attention)")
+    ] = True
+    expert_balance: Annotated[
+        float, Meta(gt=0, le=1, description="mean over largest load of the accelerators that share experts")
+    ] = BALANCE
+    expert_balance_ep: Annotated[
+        int, Meta(ge=0, description="accelerators on which that was measured; 0: as many as ep")
+    ] = 0
     dispatch: Annotated[
         str, Meta(description="which worker gets a request: session, round_robin, or router, as [routing] says")
     ] = "session"
@@ -69,6 +58,21 @@ class FleetPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = {}
     memory_share: Annotated[float, Meta(gt=0, le=1, description="of the accelerator's memory that may be used")] = 0.9
     reserve_gb: Annotated[float, Meta(ge=0, description="of that, for activations and graphs")] = 4.0
+
+
+class DecodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Workers that only decode; where there are any, the fleet's only prefill, and hand over the KV."""
+
+    workers: Annotated[int, Meta(ge=0, le=4096, description="attention ranks that decode; 0: the fleet does both")] = 0
+    tp: Annotated[int, Meta(ge=0, description="accelerators per rank; 0: the fleet's")] = 0
+    ep: Annotated[int, Meta(ge=0, description="accelerators that share the experts; 0: the fleet's")] = 0
+    memory: Annotated[str, Meta(description="KV per accelerator, as kv.memory; empty: the same")] = ""
+    policy: Annotated[str, Meta(description="of the router, where fleet.dispatch is router")] = "least_loaded"
+    host_cache: Annotated[
+        str, Meta(description="host memory per accelerator in which KV waits for room on the device")
+    ] = "64GB"
+    latency_us: Annotated[float, Meta(ge=0, description="of a question, or a piece of KV, to prefill workers")] = 50.0
+    bandwidth_gb_s: Annotated[float, Meta(gt=0, description="of a decode worker's way from them")] = 50.0
 
 
 class StorePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,6 +152,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fleet: FleetPart = FleetPart()
     kv: KVSettings = KVSettings(block_size=64, host_cache="off")
     engine: EngineSettings = EngineSettings(max_num_seqs=256, max_num_batched_tokens=8192, max_waiting=100_000)
+    decode: DecodePart = DecodePart()
     store: StorePart = StorePart()
     routing: RoutingSettings = RoutingSettings()
     cache: CacheSettings = CacheSettings()
@@ -203,240 +208,3 @@ def _check_names(given: dict[str, Any], known: dict[str, Any], where: str, path:
             raise ConfigError(f"scenario {where}: unknown setting {path}{name}{hint}")
         if isinstance(value, dict) and isinstance(known[name], dict) and known[name]:  # else names are the user's
             _check_names(value, known[name], where, f"{path}{name}.")
-
-
-# ------------------------------------------------------------------ assembling
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """A scenario made ready to run, once."""
-
-    scenario: Scenario
-    sizes: PoolSizes
-    loop: EventLoop
-    cluster: Cluster
-    recorder: Recorder
-    store: SimStore | None = None
-
-    def run(self, sessions: Iterable[Session]) -> Results:
-        """Simulate the sessions, which come in the order of their arrivals."""
-        self.cluster.run(sessions)
-        return summarize(
-            self.recorder.columns(),
-            [stats for worker in self.cluster.workers for stats in (*worker.dead, worker.core.stats())],
-            refused=dict(self.recorder.refused),
-            busy_ns=[worker.busy_ns for worker in self.cluster.workers],
-            goals=self.scenario.goals,
-        )
-
-
-def expert_ranks(fleet: FleetPart, facts: ModelFacts) -> int:
-    """Accelerators over which the experts are spread: those of one rank at least. Raises `ConfigError` for a fleet that
-    can't be cut like that."""
-    if facts.full.num_heads % fleet.tp:
-        raise ConfigError(f"fleet.tp = {fleet.tp} does not divide the {facts.full.num_heads} heads of {facts.name}")
-    if facts.moe is None:
-        return fleet.tp
-    ep = max(fleet.ep, fleet.tp)
-    if ep % fleet.tp:
-        raise ConfigError(f"fleet.ep = {ep} must be a multiple of fleet.tp = {fleet.tp}")
-    if fleet.workers % (ep // fleet.tp):
-        raise ConfigError(
-            f"fleet.workers = {fleet.workers} must be a multiple of the {ep // fleet.tp} ranks of a replica"
-        )
-    return ep
-
-
-def pool_sizes(scenario: Scenario, facts: ModelFacts, hardware: HardwareProfile | None = None) -> PoolSizes:
-    """Both pools of one accelerator of a worker, sized as the engine does. `kv.memory`, where it is set, is a size or a
-    fraction of what weights and reserve leave. Raises `ConfigError` where the weights don't fit, or too little is left.
-    """
-    fleet, kv = scenario.fleet, scenario.kv
-    hardware = hardware or HARDWARE.get(fleet.gpu)
-    ep = expert_ranks(fleet, facts)
-    weights = facts.resident_bytes(tp=fleet.tp, ep=ep)
-    budget = int(hardware.memory_bytes * fleet.memory_share - fleet.reserve_gb * 1e9 - weights)
-    if kv.memory != KVSettings().memory:
-        memory = check_memory(kv.memory)
-        budget = memory if isinstance(memory, int) else int(memory * max(0, budget))
-    if budget <= 0:
-        raise ConfigError(
-            f"{facts.name} has {weights / 1e9:.1f} GB of weights on each {fleet.gpu} with tp = {fleet.tp} and ep = "
-            f"{ep}, which leaves nothing for KV; raise fleet.tp or fleet.ep (`cygnet plan` says to what)"
-        )
-    return plan_pools(
-        facts.kv_geometry(scenario.model.kv_bits // 8, fleet.tp),
-        block_size=kv.block_size,
-        budget_bytes=budget,
-        chunk=scenario.engine.max_num_batched_tokens,
-        model_max_len=facts.max_model_len,
-        max_model_len=scenario.model.max_model_len,
-        swa_share=kv.swa_share,
-        session_tokens=kv.session_tokens,
-        windows_per_session=kv.windows_per_session,
-    )
-
-
-def build(
-    scenario: Scenario,
-    facts: ModelFacts,
-    *,
-    hardware: HardwareProfile | None = None,
-    cost: CostModel | None = None,
-    sizes: PoolSizes | None = None,
-    progress: Callable[[int], None] = lambda done: None,
-    watch: Watch | None = None,
-) -> Simulation:
-    """Engines, clock and cluster of a scenario. `hardware` stands in for the accelerator that `fleet.gpu` names, `cost`
-    and `sizes` for what follows from it; `watch` sees every plan."""
-    fleet, ep = scenario.fleet, expert_ranks(scenario.fleet, facts)
-    kv_bytes, hardware = scenario.model.kv_bits // 8, hardware or HARDWARE.get(fleet.gpu)
-    geometry = facts.kv_geometry(kv_bytes, fleet.tp)
-    sizes = sizes or pool_sizes(scenario, facts, hardware)
-    cost = cost or RooflineCost(facts, hardware, tp=fleet.tp, ep=ep, kv_bytes=kv_bytes, block_size=sizes.block_size)
-    lower = lower_tiers(scenario, geometry, sizes.block_size)
-    store, link = _store(scenario, geometry, sizes.block_size), _link(scenario)
-    loop, recorder = EventLoop(), Recorder()
-    cluster = Cluster(loop, root_key(FINGERPRINT), recorder=recorder, progress=progress)
-
-    def core(worker: int) -> EngineCore:
-        return EngineCore(
-            KVManager(geometry, sizes, _kv_policy(scenario, worker), lower=lower),
-            _scheduler_policy(scenario),
-            fingerprint=FINGERPRINT,
-            vocab_size=MAX_TOKEN_ID,
-            max_requests=scenario.engine.max_requests,
-        )
-
-    for index in range(fleet.workers):
-        cluster.workers.append(
-            SimWorker(core(index), cost, loop, cluster.take, cluster.refuse, watch=watch, store=store, link=link)
-        )
-    _groups(scenario)
-    cluster.dispatch = DISPATCH.get(fleet.dispatch)(scenario, loop, cluster, sizes.block_size)
-    for fault in scenario.faults:
-        if any(f is not fault and f.worker == fault.worker and f.covers(fault.at_s) for f in scenario.faults):
-            raise ConfigError(f"faults: worker {fault.worker} is to die at {fault.at_s:g} s, when it is away")
-        _plan_fault(fault, loop, cluster, core)
-    return Simulation(scenario, sizes, loop, cluster, recorder, store)
-
-
-def lower_tiers(scenario: Scenario, geometry: KVGeometry, block_size: int) -> LowerTiers | None:
-    """Host tier and store of one accelerator of a worker; `None` for none. Raises `ConfigError` for a host cache that
-    is too small, and for a store without one."""
-    kv = scenario.kv
-    if kv.store:
-        raise ConfigError(f"kv.store = {kv.store!r} opens a real store; a simulated one is described by [store]")
-    if kv.host_cache == "auto":
-        raise ConfigError("kv.host_cache = 'auto' asks a machine; write off, or a size per accelerator such as 64GiB")
-    budget, stored = check_host_cache(kv.host_cache), scenario.store.capacity_gb > 0
-    if stored and not budget:
-        raise ConfigError("a store is reached through host memory; set kv.host_cache, such as 64GiB per accelerator")
-    if not budget or not kv.prefix_cache:
-        return None
-    host = plan_host(
-        geometry,
-        block_size=block_size,
-        budget_bytes=budget,
-        swa_share=kv.swa_share,
-        session_tokens=kv.session_tokens,
-        windows_per_session=kv.windows_per_session,
-    )
-    policy = TierPolicy(
-        write=kv.write_policy,
-        write_hits=kv.write_hits,
-        wait=kv.store_wait,
-        timeout_ns=kv.store_timeout_ms * MS,
-        timeout_ns_per_ki_token=kv.store_timeout_ms_per_1k * MS,
-        keep_alive_ns=kv.store_keep_alive_s * 1000 * MS,
-    )
-    return LowerTiers(host, policy, namespace_of(FINGERPRINT, geometry, block_size, "simulated") if stored else None)
-
-
-def _store(scenario: Scenario, geometry: KVGeometry, block_size: int) -> SimStore | None:
-    """The store, in which a block's KV of all accelerators of a rank counts."""
-    part = scenario.store
-    if not part.capacity_gb:
-        return None
-    sizes = [object_bytes(group, block_size) * scenario.fleet.tp for group in (geometry.full, geometry.swa)]
-    return SimStore(part.servers, int(part.capacity_gb * 1e9), int(part.ttl_s * 1e9), sizes)
-
-
-def _link(scenario: Scenario) -> StoreLink:
-    return StoreLink(round(scenario.store.latency_us * 1e3), scenario.store.bandwidth_gb_s * 1e9)
-
-
-MakeDispatch = Callable[[Scenario, EventLoop, Cluster, int], Dispatch]
-"""Given the block size last."""
-
-DISPATCH: Registry[MakeDispatch] = Registry("dispatch")
-
-
-@DISPATCH.register("session")
-def _by_session(scenario: Scenario, loop: EventLoop, cluster: Cluster, block_size: int) -> Dispatch:
-    return Fixed(scenario.fleet.workers, cluster.deliver, cluster.refuse, by_session=True)
-
-
-@DISPATCH.register("round_robin")
-def _in_turn(scenario: Scenario, loop: EventLoop, cluster: Cluster, block_size: int) -> Dispatch:
-    return Fixed(scenario.fleet.workers, cluster.deliver, cluster.refuse, by_session=False)
-
-
-@DISPATCH.register("router")
-def _by_router(scenario: Scenario, loop: EventLoop, cluster: Cluster, block_size: int) -> Dispatch:
-    return SimRouter(
-        loop,
-        _groups(scenario),
-        block_size,
-        cluster.deliver,
-        cluster.refuse,
-        routing=scenario.routing,
-        cache=scenario.cache,
-        queue=scenario.queue,
-        seed=scenario.seed,
-    )
-
-
-def _groups(scenario: Scenario) -> list[str]:
-    """Each worker's length bucket. Raises `ConfigError` for groups that are not those of the fleet or the router."""
-    fleet = scenario.fleet
-    groups = [group for group, count in fleet.groups.items() for _ in range(count)] or [""] * fleet.workers
-    if len(groups) != fleet.workers:
-        raise ConfigError(f"fleet.groups are {len(groups)} workers, and fleet.workers = {fleet.workers}")
-    if fleet.groups and fleet.dispatch != "router":
-        raise ConfigError(f"fleet.groups need fleet.dispatch = 'router'; it is {fleet.dispatch!r}")
-    unknown = sorted(set(groups) - parse_buckets(scenario.routing.buckets).keys() - {""})
-    if unknown:
-        raise ConfigError(f"fleet.groups names {unknown[0]!r}, which is no bucket of routing.buckets")
-    return groups
-
-
-def _plan_fault(fault: Fault, loop: EventLoop, cluster: Cluster, core: Callable[[int], EngineCore]) -> None:
-    worker = fault.worker
-    if worker >= len(cluster.workers):
-        raise ConfigError(f"faults: there is no worker {worker}; there are {len(cluster.workers)}, from 0")
-    dies_ns, back_ns = round(fault.at_s * 1e9), round((fault.at_s + fault.for_s) * 1e9)
-    loop.at(dies_ns, Priority.FAULT, lambda now_ns: cluster.fail(worker, core(worker)))
-    loop.at(back_ns, Priority.FAULT, lambda now_ns: cluster.dispatch.up(worker))
-
-
-def _kv_policy(scenario: Scenario, worker: int) -> KVPolicy:
-    kv = scenario.kv
-    return KVPolicy(
-        prefix_cache=kv.prefix_cache,
-        rebuild=kv.rebuild,
-        retention=kv.retention,
-        eviction=kv.eviction,
-        seed=scenario.seed * 4096 + worker,
-    )
-
-
-def _scheduler_policy(scenario: Scenario) -> SchedulerPolicy:
-    engine = scenario.engine
-    return SchedulerPolicy(
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        ageing_tokens_per_s=engine.ageing_tokens_per_s,
-        share_in_flight=engine.share_in_flight,
-    )

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from cygnet.gcache.placement import Member, Placement
 from cygnet.kv.store import NAMESPACE_BYTES, ObjectKey, Outcome
@@ -30,6 +31,35 @@ from cygnet.kv.transfers import (
 from cygnet.sim.events import EventLoop, Priority
 
 OnResult = Callable[[StoreResult, int], None]
+
+
+class Holder(Protocol):
+    """One place where objects are."""
+
+    def holds(self, key: ObjectKey, now_ns: int) -> bool:
+        """Whether the object is there. Not a use."""
+
+    def use(self, key: ObjectKey, now_ns: int) -> bool:
+        """Whether the object is there; if so, it was used now."""
+
+    def put(self, key: ObjectKey, now_ns: int) -> bool:
+        """Keep the object; False if there is no room."""
+
+    def size(self, key: ObjectKey) -> int:
+        """Bytes of an object of this key's group."""
+
+
+class Servers(Protocol):
+    """All places, as a worker sees them."""
+
+    def server(self, key: ObjectKey) -> Holder:
+        """The owner of `key`."""
+
+    def holds(self, key: ObjectKey, now_ns: int) -> bool:
+        """Whether the owner of `key` has it."""
+
+    def clear(self) -> None:
+        """Lose everything."""
 
 
 class SimServer:
@@ -131,6 +161,11 @@ class SimStore:
     def holds(self, key: ObjectKey, now_ns: int) -> bool:
         return self.server(key).holds(key, now_ns)
 
+    def clear(self) -> None:
+        """Lose everything."""
+        for server in self.servers.values():
+            server.clear()
+
     @property
     def bytes_used(self) -> int:
         return sum(server.bytes_used for server in self.servers.values())
@@ -157,7 +192,7 @@ class StoreWorker:
     way; nothing waits in a line that is not busy.
     """
 
-    def __init__(self, store: SimStore, link: StoreLink, loop: EventLoop, on_result: OnResult) -> None:
+    def __init__(self, store: Servers, link: StoreLink, loop: EventLoop, on_result: OnResult) -> None:
         self._store, self._link, self._loop, self._on_result = store, link, loop, on_result
         self._reads, self._writes = _Line(), _Line()
         self._cancelled: set[int] = set()
@@ -182,8 +217,7 @@ class StoreWorker:
                 if any(isinstance(job, Fetch) and job.ticket == command.ticket for job in self._reads.waiting):
                     self._cancelled.add(command.ticket)
             elif isinstance(command, ClearStore):
-                for server in self._store.servers.values():
-                    server.clear()
+                self._store.clear()
 
     def _later(self, delay_ns: int, action: Callable[[int], None]) -> None:
         self._loop.at(self._loop.now_ns + delay_ns, Priority.STORE, action)
