@@ -229,10 +229,14 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_size += len(name) + len(value) + 4
+        if not self._in_head:  # a trailer: it is no header, and none is passed on
+            if self._head_size > self._gate.settings.max_head_bytes:
+                raise _Refuse(431, "headers and trailers are too large")
+            return
         lower = name.lower()
         self._headers.append((lower, name, value))
         self._fields.setdefault(lower, value)
-        self._head_size += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         self._in_head = False

@@ -20,6 +20,7 @@ from cygnet.router.prompt import KeySettings, Prompt, read_prompt
 from cygnet.router.queue import AdmissionQueue
 from cygnet.router.runtime.admin import Admin
 from cygnet.router.runtime.client import ClientConnection
+from cygnet.router.runtime.descriptors import room_for_callers
 from cygnet.router.runtime.exchange import Exchange
 from cygnet.router.runtime.fleet import Fleet, Worker
 from cygnet.router.runtime.followers import Followers
@@ -46,6 +47,7 @@ class Proxy:
     def __init__(self, config: RouterConfig, keys: KeySettings, state: State, fleet: Fleet) -> None:
         self.config = config
         self.settings = config.server
+        self._most_connections = room_for_callers(config.server.max_connections)
         self.state = state
         self.fleet = fleet
         self.recorder = Recorder(names.RECORDED)
@@ -106,7 +108,7 @@ class Proxy:
 
     def admit(self, connection: ClientConnection) -> bool:
         self.connections.add(connection)
-        return len(self.connections) <= self.settings.max_connections
+        return len(self.connections) <= self._most_connections
 
     def gone(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
