@@ -45,7 +45,9 @@ class LocalState:
                 for routed, told, depth in zip(matched, request.known, depths, strict=True)
             ]
         loads = [self._ledger.load(slot) for slot in slots]
-        choice = choose(plan, request.tokens, matched, loads, request.chance)
+        choice = None
+        if not request.look:
+            choice = choose(plan, request.tokens, matched, loads, request.chance, request.waited, request.late)
         if choice is None:
             then(NoRoom(max(matched)))
             return

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from cygnet.base.errors import InvariantError
 from cygnet.base.ids import BlockKey
 from cygnet.router.buckets import parse_buckets
@@ -24,7 +26,7 @@ from cygnet.sim.events import EventLoop, Priority
 NS_PER_S = 1_000_000_000
 LEASE_NS = 1 << 60
 """Leases don't expire: no router dies."""
-PUMPED = 4
+PUMPED = 16
 """Waiting requests that are tried when there may be room."""
 
 T = TypeVar("T")
@@ -123,8 +125,13 @@ class SimRouter:
         )
         self.state = LocalState(lambda: loop.now_ns, int(cache.ttl_s * NS_PER_S), LEASE_NS, cache.max_entries)
         self.queue = AdmissionQueue(
-            queue.max_waiting, int(queue.max_wait_s * NS_PER_S), queue.ageing_tokens_per_s, queue.priority_tokens
+            queue.max_waiting,
+            int(queue.max_wait_s * NS_PER_S),
+            queue.ageing_tokens_per_s,
+            queue.priority_tokens,
+            int(queue.late_s * NS_PER_S),
         )
+        self._ageing = queue.ageing_tokens_per_s
         # The index knows blocks of text; as many tokens are in a few blocks of KV.
         text_tokens = max(1, int(cache.block_bytes / cache.bytes_per_token))
         self._stride = max(1, text_tokens // block_size)
@@ -147,7 +154,8 @@ class SimRouter:
         if not self._members:
             self._refused(request_id, "no worker")
             return
-        request = self._request(request_id, chain, tokens, session)
+        behind = bool(self.queue)  # where others wait, their order decides
+        request = replace(self._request(request_id, chain, tokens, session), look=behind)
         result = self._route(request)
         if isinstance(result, Decision):
             self._send(request_id, result)
@@ -157,6 +165,8 @@ class SimRouter:
             self.num_queued += 1
             self._asked[request_id] = request, session
             self._loop.at(self._loop.now_ns + self.queue.max_wait_ns, Priority.TURN, self._give_up)
+            if behind:
+                self._pump()
 
     def _request(self, request_id: str, chain: bytes, tokens: int, session: bytes) -> RouteRequest:
         self._turn += 1
@@ -186,10 +196,12 @@ class SimRouter:
         """Place those who wait, in order, as far as there is room."""
         if not self._members:
             return
-        for waiting in self.queue.next_ones(PUMPED):
+        now_ns = self._loop.now_ns
+        for waiting in self.queue.next_ones(PUMPED, now_ns):
             asked, session = self._asked[waiting.request_id]
             request = self._request(waiting.request_id, asked.chain, asked.tokens, session)
-            result = self._route(request)
+            waited = (now_ns - waiting.arrived_ns) * self._ageing // NS_PER_S
+            result = self._route(replace(request, waited=waited, late=self.queue.is_late(waiting, now_ns)))
             if isinstance(result, Decision):
                 self.queue.remove(waiting.request_id)
                 del self._asked[waiting.request_id]

@@ -30,7 +30,7 @@ from cygnet.router.state import Decision, Lease, NoRoom, RouteRequest, State
 from cygnet.router.view import Member
 
 NS = 1_000_000_000
-PUMPED = 4
+PUMPED = 16
 """Waiting requests that are tried when room may have come: one that does not fit must not hold up all others."""
 KEPT_PLANS = 64
 MAX_REQUEST_ID = 128
@@ -223,7 +223,9 @@ class Proxy:
             self._plans[id(members)] = (members, plan)
         return plan
 
-    def _request(self, exchange: Exchange, members: tuple[Member, ...]) -> RouteRequest:
+    def _request(
+        self, exchange: Exchange, members: tuple[Member, ...], *, waited_s: float = 0.0, look: bool = False
+    ) -> RouteRequest:
         prompt = exchange.prompt
         plan = self._plan(exchange, members)
         known, known_blocks = self.followers.known(prompt, plan.candidates, self.fleet.urls_by_slot)
@@ -236,6 +238,9 @@ class Proxy:
             self._random.random(),
             known,
             known_blocks,
+            int(waited_s * self.config.queue.ageing_tokens_per_s),
+            waited_s >= self.config.queue.late_s,
+            look,
         )
 
     def place(self, exchange: Exchange) -> None:
@@ -244,14 +249,18 @@ class Proxy:
         if not members:
             self._refuse(exchange)
             return
+        # Where others wait, their order decides, not who happens to come when there is room. A retry has had its turn.
+        behind = not exchange.attempts and bool(self._queues.get(exchange.prompt.model))
 
         def then(result: Decision | NoRoom) -> None:
             if isinstance(result, Decision):
                 exchange.placed(result)
             else:
                 exchange.no_room(result)
+                if behind:
+                    self.pump()
 
-        self.state.route(self._request(exchange, members), then)
+        self.state.route(self._request(exchange, members, look=behind), then)
 
     def _refuse(self, exchange: Exchange) -> None:
         """Say why there is nobody for it."""
@@ -295,6 +304,7 @@ class Proxy:
                 int(settings.max_wait_s * NS),
                 settings.ageing_tokens_per_s,
                 settings.priority_tokens,
+                int(settings.late_s * NS),
             )
         if exchange.lease_id in queue:
             return
@@ -318,15 +328,18 @@ class Proxy:
 
     def _pump(self) -> None:
         self._pumping = False
+        now = self.loop.time()
         for queue in list(self._queues.values()):
-            for waiting in queue.next_ones(PUMPED):
+            for waiting in queue.next_ones(PUMPED, self.now()):
                 exchange = self.exchanges.get(waiting.request_id)
                 if exchange is None or exchange.lease_id in self._trying:
                     continue
                 members = self._members(exchange)
                 if members:
                     self._trying.add(exchange.lease_id)
-                    self.state.route(self._request(exchange, members), partial(self._tried, exchange))
+                    waited_s = now - self._queued_at[exchange.lease_id]
+                    request = self._request(exchange, members, waited_s=waited_s)
+                    self.state.route(request, partial(self._tried, exchange))
 
     def _tried(self, exchange: Exchange, result: Decision | NoRoom) -> None:
         """What came of trying a request that waits."""
