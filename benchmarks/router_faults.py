@@ -407,7 +407,7 @@ def _judge(rig: Rig, callers: Callers, at: float) -> None:
         kind = one.kind
         if kind == "lost" and row.name.startswith("router ") and one.request not in seen:
             kind = "resent"
-        elif kind == "lost" and died and one.began < at + 0.5:  # with the router that held it
+        elif kind in ("lost", "broken") and died and one.began < at + 0.5:  # with the router that held it
             kind = "broken"
             due.add(one.request)
         kinds[kind] += 1
