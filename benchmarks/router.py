@@ -1,11 +1,13 @@
-"""What the router costs: CPU per request, added latency, long bodies; beside no router at all, nginx, and the routers
-of other projects that `python benchmarks/peers.py routers` has installed; and how good its index is.
+"""What the router costs: CPU per request, added latency, long bodies; beside no router at all, a relay that passes
+bytes on unseen, nginx, and the routers of other projects that `python benchmarks/peers.py routers` has installed; and
+how good its index is.
 
 Mock workers, the load and the router are processes of their own on one machine; with two CPUs or more the router has
 one to itself. CPU per request is user + system time of the router's processes over the requests served, and the
 steadiest column on a shared machine.
 
     python benchmarks/router.py [--quick] [--json FILE] [--check] [--only NAME ...] [--traces FOLDER]
+    python benchmarks/router.py --shapes "4 MB" --json FILE      # a part; FILE keeps the others' figures
 """
 
 import argparse
@@ -75,15 +77,17 @@ def measure(port: int, pid: int | None, shape: Shape, seconds: float) -> dict[st
     return out
 
 
-def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float]]]:
+def compare(
+    quick: bool, only: list[str], shapes: list[Shape], seconds: float
+) -> dict[str, dict[str, dict[str, float]]]:
     """Figures by target and shape. Shapes of all targets take turns, so that they meet the same noise."""
-    rounds, seconds = (1, 0.6) if quick else (3, 3.0)
+    rounds = 1 if quick else 3
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = [free_port() for _ in range(2)]
         for port in workers:
             stack.enter_context(process([sys.executable, LOAD, "worker", str(port)], LOAD_CPU))
-        names = ["direct", "cygnet rr", "cygnet"]
+        names = ["direct", "relay", "cygnet rr", "cygnet"]
         redis_port = None
         if shutil.which("redis-server"):
             redis_port = free_port()
@@ -91,7 +95,7 @@ def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float
             stack.enter_context(process(redis, LOAD_CPU, stdout=subprocess.DEVNULL))
             names.append("cygnet redis")
         if shutil.which("nginx"):
-            names.insert(1, "nginx")
+            names.insert(2, "nginx")
         names += [name for name in PEER_ROUTERS if peer_binary(name).exists()]
         names = [name for name in names if not only or name in only]
         for port in workers:
@@ -100,7 +104,7 @@ def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float
         results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in names}
         for port, pid in targets.values():
             measure(port, pid, SHAPES[0], 0.5)  # warm
-        for shape in SHAPES:
+        for shape in shapes:
             for _ in range(rounds):
                 for name, (port, pid) in targets.items():
                     one = measure(port, pid, shape, seconds)
@@ -114,11 +118,15 @@ def compare(quick: bool, only: list[str]) -> dict[str, dict[str, dict[str, float
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = []
     for shape in SHAPES:
+        if not any(shape.name in by_shape for by_shape in results.values()):
+            continue
         lines.append(f"\n{shape.name} ({shape.callers} callers)")
         lines.append(
             f"  {'':14}{'CPU us/req':>11}{'req/s':>9}{'first p50':>11}{'p99':>8}{'total p50':>11}{'p99':>8} ms"
         )
         for name, by_shape in results.items():
+            if shape.name not in by_shape:
+                continue
             one = by_shape[shape.name]
             cpu = f"{one['cpu_us']:.0f}" if "cpu_us" in one else "-"
             lines.append(
@@ -126,6 +134,11 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
                 f"{one['total_p50_ms']:>11.2f}{one['total_p99_ms']:>8.2f}"
             )
     return "\n".join(lines)
+
+
+def long_of_direct(results: dict[str, dict[str, dict[str, float]]], name: str) -> float:
+    """Median of the longest bodies, as a multiple of the same without a router."""
+    return results[name]["4 MB"]["total_p50_ms"] / results["direct"]["4 MB"]["total_p50_ms"]
 
 
 def check(report: dict[str, Any]) -> list[str]:
@@ -139,6 +152,9 @@ def check(report: dict[str, Any]) -> list[str]:
             missed.append(name)
 
     results = report["compare"]
+    missing = [shape.name for shape in SHAPES if shape.name not in results.get("direct", {})]
+    if missing:
+        raise SystemExit(f"nothing to judge: not measured without a router: {', '.join(missing)}")
     for name in ("cygnet", "cygnet redis"):
         if name in results:
             at_most(f"{name}: CPU us per plain request", results[name]["plain"]["cpu_us"], limits["max_plain_cpu_us"])
@@ -148,11 +164,9 @@ def check(report: dict[str, Any]) -> list[str]:
                 - results["direct"][f"plain, {DELAY_MS} ms worker"]["total_p50_ms"],
                 limits["max_added_p50_ms"],
             )
-            at_most(
-                f"{name}: 4 MB bodies, of direct",
-                results[name]["4 MB"]["total_p50_ms"] / results["direct"]["4 MB"]["total_p50_ms"],
-                limits["max_4mb_of_direct"],
-            )
+            at_most(f"{name}: 4 MB bodies, of direct", long_of_direct(results, name), limits["max_4mb_of_direct"])
+    if "relay" in results:
+        print(f"     a relay that looks at nothing: 4 MB bodies, of direct: {long_of_direct(results, 'relay'):.3f}")
     if "redis_route_us" in report["decisions"]:
         at_most("1M-token decision, ms", report["decisions"]["redis_route_us"] / 1000, limits["max_decision_1m_ms"])
     if report["replay"]:
@@ -166,13 +180,26 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     parser.add_argument("--check", action="store_true", help="compare with targets.toml; exit 1 on a miss")
-    parser.add_argument("--only", nargs="*", default=[], help="of direct, nginx, cygnet, ...")
+    parser.add_argument("--only", nargs="*", default=[], help="of direct, relay, nginx, cygnet, ...")
+    parser.add_argument(
+        "--shapes", nargs="*", default=[], help='of "plain", "16 events", ..., "4 MB"; with --json FILE'
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
     parser.add_argument("--traces", type=Path, help="folder of request traces, for the hit rate of the index")
     args = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment(), "quick": args.quick}
+    unknown = set(args.shapes) - {shape.name for shape in SHAPES}
+    if unknown:
+        parser.error(f"no such shapes: {', '.join(sorted(unknown))}; there are: {', '.join(s.name for s in SHAPES)}")
+    report: dict[str, Any] = {"compare": {}, "replay": {}}
+    if args.shapes and args.json and args.json.exists():
+        report = json.loads(args.json.read_text())
+    report |= {"environment": environment(), "quick": args.quick}
     report["decisions"] = decisions(args.quick)
-    report["replay"] = replay(args.traces, args.quick) if args.traces else {}
-    report["compare"] = compare(args.quick, args.only)
+    if args.traces:
+        report["replay"] = replay(args.traces, args.quick)
+    shapes = [shape for shape in SHAPES if not args.shapes or shape.name in args.shapes]
+    for name, figures in compare(args.quick, args.only, shapes, 0.6 if args.quick else args.seconds).items():
+        report["compare"].setdefault(name, {}).update(figures)
     print(table(report["compare"]))
     print("\n1M-token prompt: " + ", ".join(f"{name} {value:.0f}" for name, value in report["decisions"].items()))
     if report["replay"]:

@@ -1,12 +1,15 @@
-"""Mock workers and callers for `router.py`, as processes of their own.
+"""Mock workers and callers for `router.py`, as processes of their own; and a relay, to compare with.
 
 python router_load.py worker PORT
+python router_load.py relay PORT WORKER_PORT
 python router_load.py load PORT CALLERS SECONDS BODY_BYTES "DELAY_MS EVENTS"
 """
 
 import asyncio
 import json
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -70,6 +73,31 @@ def _whole(body: bytes) -> bytes:
 async def run_worker(port: int) -> None:
     server = await asyncio.get_running_loop().create_server(MockWorker, "127.0.0.1", port)
     await server.serve_forever()
+
+
+RELAY_BYTES = 1 << 20
+
+
+def run_relay(port: int, worker: int) -> None:
+    """Pass bytes on between callers and a worker, and look at none of them: what one more process on the way costs."""
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        buffer = memoryview(bytearray(RELAY_BYTES))
+        try:
+            while count := source.recv_into(buffer):
+                sink.sendall(buffer[:count])
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            source.close()
+            sink.close()
+
+    with socket.create_server(("127.0.0.1", port), backlog=128) as listener:
+        while True:
+            caller, _ = listener.accept()
+            upstream = socket.create_connection(("127.0.0.1", worker))
+            for source, sink in ((caller, upstream), (upstream, caller)):
+                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=pump, args=(source, sink), daemon=True).start()
 
 
 @dataclass
@@ -162,6 +190,8 @@ def main() -> None:
     role, port, *rest = sys.argv[1:]
     if role == "worker":
         uvloop.run(run_worker(int(port)))
+    elif role == "relay":
+        run_relay(int(port), int(rest[0]))
     else:
         callers, seconds, body_bytes, mock = rest
         uvloop.run(run_load(int(port), int(callers), float(seconds), int(body_bytes), mock))

@@ -103,6 +103,8 @@ def target(name: str, workers: list[int], redis_port: int | None, folder: Path) 
         conf = own / "nginx.conf"
         conf.write_text(NGINX.format(folder=own, port=port, servers=servers))
         command = ["nginx", "-p", str(own), "-c", str(conf)]
+    elif name == "relay":
+        command = [sys.executable, str(Path(__file__).parent / "router_load.py"), "relay", str(port), str(workers[0])]
     elif name in PEER_ROUTERS:
         command = [str(peer_binary(name)), *([] if name == "vllm-router" else ["launch"])]
         command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
@@ -118,5 +120,5 @@ def target(name: str, workers: list[int], redis_port: int | None, folder: Path) 
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     quiet["env"] = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1"}  # peers would look for a tokenizer there
     with process(command, ROUTER_CPU, **quiet) as child:
-        wait_for(port, "/v1/models" if name == "nginx" else "/health" if name in PEER_ROUTERS else "/ready")
+        wait_for(port, "/v1/models" if name in ("nginx", "relay") else "/health" if name in PEER_ROUTERS else "/ready")
         yield port, child.pid

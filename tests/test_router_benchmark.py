@@ -1,5 +1,6 @@
 """The fleet in virtual time of `benchmarks/router_policies.py`: its books, and that affinity finds what is there."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,3 +54,15 @@ def test_the_order_of_the_queue_is_what_the_case_says(policies: ModuleType) -> N
         waits[fewest] = {request.turn.tokens: request.first_token for request in simulation.done}
     assert waits[True][500] < waits[False][500]
     assert waits[True][500] < min(sorted(waits[True][tokens] for tokens in (90_000, 80_000, 70_000))[1:])
+
+
+def test_nothing_is_left_of_what_ended(policies: ModuleType) -> None:
+    """Two routers, workers that lose their memory, and a look at Redis afterwards (`benchmarks/router_audit.py`)."""
+    if not shutil.which("redis-server"):
+        pytest.skip("needs redis-server (Debian: apt-get install redis-server)")
+    import router_audit
+
+    figures = router_audit.audited(1500)
+    assert router_audit.wrong(figures) == []
+    assert figures["restarts"] == 6
+    assert figures["hit_rate"] > 0.8

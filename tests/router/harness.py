@@ -13,6 +13,7 @@ import httptools
 from cygnet.router.config import RouterConfig, resolve
 from cygnet.router.runtime.proxy import Proxy
 from cygnet.router.runtime.service import Service, listen
+from cygnet.router.runtime.tracing import Tracing
 from router.mock_worker import MockWorker
 
 QUICK = {
@@ -56,11 +57,13 @@ class Router:
 
 
 @asynccontextmanager
-async def routing(workers: list[MockWorker], *, wait: bool = True, **options: Any) -> AsyncIterator[Router]:
+async def routing(
+    workers: list[MockWorker], *, wait: bool = True, tracing: Tracing | None = None, **options: Any
+) -> AsyncIterator[Router]:
     """A router in front of `workers`, which are up when the body begins, and whose books are in order when it ends."""
     config = config_for(workers, **options)
     listener = listen("127.0.0.1", 0)
-    router = Router(Service(config), listener.getsockname()[1])
+    router = Router(Service(config, tracing), listener.getsockname()[1])
     task = asyncio.ensure_future(router.service.run(listener))
     try:
         await until(lambda: task.done() or router.service.proxy is not None)

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -17,6 +18,7 @@ from cygnet.router.runtime import followers
 from cygnet.router.scoring import Candidate
 from router.harness import Answer, Router, ask, routing, until
 from router.mock_worker import MockWorker
+from router.redis_process import RedisProcess
 
 BLOCK_BYTES = 64
 SETTINGS = {"cache__block_bytes": BLOCK_BYTES, "cache__bytes_per_token": 1.0, "routing__load_floor_tokens": 10_000}
@@ -97,6 +99,27 @@ async def test_a_flushed_worker_no_longer_draws_its_prompts() -> None:
             await complete(router, text + " once more")
             assert (len(first.engine.requests) > before) == (not flush)
             proxy.state.release("busy")
+
+
+async def test_what_one_router_learned_another_knows(shared_redis: RedisProcess) -> None:
+    """Whichever of them a prompt came through, also before the other was there; and so is what is flushed."""
+    text = "the quick brown fox jumps over the lazy dog and on it goes " * 12
+    shared = {"redis__url": shared_redis.url, "redis__namespace": uuid4().hex}
+    async with fleet(**shared) as (workers, ours):
+        urls = tuple(worker.url for worker in workers)
+        async with routing([], workers__urls=urls, **SETTINGS, **shared) as theirs:
+            await until(lambda: len(theirs.proxy.followers.views) == len(workers))
+            await complete(ours, text)
+            await learned(theirs)
+            first = holder(workers, text)
+            assert known_of(theirs, text + "more") == known_of(ours, text + "more")
+            assert known_of(theirs, text + "more")[first.url] > 0.8 * len(text)
+            await complete(theirs, text + " and more of the same, to the end " * 9)
+            await until(lambda: len(ours.proxy.followers.learned) == len(theirs.proxy.followers.learned))
+            await first.http.post("/reset_prefix_cache")
+            await until(lambda: known_of(theirs, text)[first.url] == 0)
+        async with routing([], workers__urls=urls, **SETTINGS, **shared) as late:
+            await learned(late, more_than=len(ours.proxy.followers.learned) - 1)
 
 
 async def test_a_salt_keeps_prompts_apart() -> None:

@@ -57,6 +57,32 @@ class Worker:
         return (known.depths[count - 1] if count else 0), part
 
 
+def test_what_one_has_learned_another_can_note() -> None:
+    worker, ours, theirs = Worker(), LearnedPrefixes(1000), LearnedPrefixes(1000)
+    words = list(range(1, 50))
+    worker.compute(words, ours)
+    tip = worker.view.find(keys_of(words)[-1])
+    assert tip is not None
+    fresh = LearnedPrefixes(1000)
+    first = fresh.learn(chain_of(words), len(words), tip, len(words) * TOKENS_PER_WORD, SIZE)
+    theirs.note(first)
+    assert theirs.find(chain_of(words)) == ours.find(chain_of(words)) != NOTHING_KNOWN
+    assert fresh.learn(chain_of(words), len(words), tip, len(words) * TOKENS_PER_WORD, SIZE) == {}
+    longer = [*words, 77, 78]
+    worker.compute(longer, ours)
+    tip = worker.view.find(keys_of(longer)[-1])
+    assert tip is not None
+    grown = fresh.learn(chain_of(longer), len(longer), tip, len(longer) * TOKENS_PER_WORD, SIZE)
+    assert 0 < len(grown) < len(first)
+    theirs.note(grown)
+    assert theirs.find(chain_of(longer)) == ours.find(chain_of(longer))
+    late = LearnedPrefixes(1000)
+    late.note(grown)
+    assert late.find(chain_of(longer)) == NOTHING_KNOWN
+    late.learn(chain_of(longer), len(longer), tip, len(longer) * TOKENS_PER_WORD, SIZE)
+    assert late.find(chain_of(longer)) == ours.find(chain_of(longer))
+
+
 def test_a_prompt_that_goes_on_is_found_and_one_that_begins_otherwise_is_not() -> None:
     learned, worker = LearnedPrefixes(10_000), Worker()
     words = list(range(100))

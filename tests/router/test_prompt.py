@@ -135,11 +135,11 @@ def test_beyond_the_fine_blocks_keys_cover_several() -> None:
     keys = KeySettings(block_bytes=64)
     for part in (100, 255, 256, 257, 300, 303, 399):
         other = text[: part * 64] + "x" * (400 - part) * 64
-        ours, theirs = (chain_keys(memoryview(one.encode()), 1, keys.block_bytes) for one in (text, other))
+        ours, theirs = (chain_keys(memoryview(one.encode()), b"seed", keys.block_bytes) for one in (text, other))
         equal = sum(ours[i : i + 8] == theirs[i : i + 8] for i in range(0, len(ours), 8))
         assert part <= equal <= (part if part < FINE_BLOCKS else part + COARSE - 1)
         assert ours[: equal * 8] == theirs[: equal * 8]
-        begun = chain_keys(memoryview(text[: part * 64].encode()), 1, keys.block_bytes)
+        begun = chain_keys(memoryview(text[: part * 64].encode()), b"seed", keys.block_bytes)
         assert ours[: len(begun)] == begun
 
 

@@ -142,6 +142,20 @@ async def test_chunked_requests_and_expectations() -> None:
         assert worker.received[0].header("content-length") == str(len(body))
 
 
+async def test_trailers_are_no_headers() -> None:
+    """They are left out both ways, and any number of them takes no memory."""
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-Late: 1\r\n\r\n"
+    async with MockWorker(behaviour=raw(answer, close=False)) as worker, routing([worker]) as router:
+        async with Client(router.port) as client:
+            client.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+            client.writer.write(b"".join(b"X-Trailer-%d: 1\r\n" % number for number in range(500)) + b"\r\n")
+            got = await client.answer()
+            assert (got.status, got.whole, got.body) == (200, True, b"{}")
+            assert "x-late" not in got.headers
+            assert not any(name.lower().startswith("x-trailer") for name, _ in worker.received[0].headers)
+            assert (await client.ask(chat())).whole
+
+
 async def test_http_1_0_callers_get_plain_bodies() -> None:
     async with MockWorker(behaviour=stream(3)) as worker, routing([worker]) as router, Client(router.port) as client:
         body = json.dumps(chat()).encode()

@@ -219,3 +219,45 @@ async def test_only_block_keys_expire(own_redis: RedisProcess) -> None:
         for key in keys:
             expires = await state.pipe.ask((b"PTTL", key)) > 0
             assert expires == key.startswith(b"{n}:b:"), key
+
+
+async def test_what_one_router_has_learned_all_hear(shared_redis: RedisProcess) -> None:
+    name = uuid4().hex
+    lessons = {bytes([n]) * 8: bytes([n]) * 16 for n in range(200)}
+    async with opened(shared_redis, namespace=name) as ours, opened(shared_redis, namespace=name) as theirs:
+        for key, block in lessons.items():
+            ours.state.teach({key: block})
+        ours.state.teach({})
+        assert await all_taught(theirs) == lessons
+        assert await all_taught(theirs) == await all_taught(ours) == {}
+        theirs.state.teach({b"new": b"block"})
+        assert await all_taught(ours) == {b"new": b"block"}
+        other_version = f"XADD {{{name}}}:learned * by them of nonsense"
+        shared_redis.command(other_version)
+        ours.state.teach({b"last": b"block"})
+        assert await all_taught(theirs) == {b"last": b"block"}
+        async with opened(shared_redis, namespace=name) as late:
+            assert await all_taught(late) == lessons | {b"new": b"block", b"last": b"block"}
+        assert int(shared_redis.command(f"PTTL {{{name}}}:learned").strip(b":\r\n")) > 0
+
+
+async def all_taught(fixture: Fixture) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    while part := await fixture.state.taught():
+        found |= part
+    return found
+
+
+async def test_what_is_learned_while_redis_is_away_is_told_later(own_redis: RedisProcess) -> None:
+    async with opened(own_redis, namespace="n") as ours, opened(own_redis, namespace="n") as theirs:
+        own_redis.kill()
+        await until(lambda: not ours.state.reachable)
+        ours.state.teach({b"key": b"block"})
+        with pytest.raises(StateUnavailableError):
+            await ours.state.taught()
+        ours.state.renew([])
+        own_redis.start()
+        await until(lambda: ours.state.reachable and theirs.state.reachable)
+        ours.state.renew([])
+        await ours.state.loads()
+        assert await all_taught(theirs) == {b"key": b"block"}

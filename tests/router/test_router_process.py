@@ -246,6 +246,22 @@ async def test_mistakes_are_one_clear_line(args: tuple[str, ...], said: str) -> 
     assert len(err.strip().splitlines()) == 1
 
 
+async def test_tracing_that_nobody_asked_for_is_not_even_imported() -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from cygnet.router.config import RouterConfig\n"
+        "from cygnet.router.runtime.service import Service, listen\n"
+        "async def main():\n"
+        "    service = Service(RouterConfig())\n"
+        "    await service.run(listen('127.0.0.1', 0), lambda proxy: service.stop())\n"
+        "asyncio.run(main())\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert (process.returncode, out.strip()) == (0, b"[]")
+
+
 async def test_a_port_in_use_is_said() -> None:
     async with MockWorker() as worker:
         code, _, err = await command("--port", str(worker.port))

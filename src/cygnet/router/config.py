@@ -136,6 +136,19 @@ class RedisSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: Annotated[float, Meta(ge=2, description="seconds after which a dead router's load is taken back")] = 30.0
 
 
+class TracingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Spans for OpenTelemetry. Needs the extra `otel`."""
+
+    otlp_endpoint: Annotated[
+        str, Meta(description="where spans go, such as http://127.0.0.1:4318/v1/traces; empty: no tracing")
+    ] = ""
+    sample_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="part of the requests that are traced; a caller's traceparent goes before")
+    ] = 1.0
+    service_name: Annotated[str, Meta(min_length=1, description="service.name of the spans")] = "cygnet-router"
+    export_timeout_s: Annotated[float, Meta(gt=0, description="seconds that sending spans may take")] = 5.0
+
+
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything `cygnet router` can be told. TOML sections have the same names as these fields."""
 
@@ -146,6 +159,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue: QueueSettings = QueueSettings()
     auth: AuthSettings = AuthSettings()
     redis: RedisSettings = RedisSettings()
+    tracing: TracingSettings = TracingSettings()
 
 
 SECRET_PATHS = frozenset({"workers.api_key", "auth.api_keys", "auth.admin_key", "redis.url"})
@@ -198,6 +212,8 @@ def check(config: RouterConfig) -> None:
             re.compile(config.cache.volatile_header)
         except re.error as error:
             raise ConfigError(f"cache.volatile_header is not a regular expression: {error}") from None
+    if config.tracing.otlp_endpoint and urlsplit(config.tracing.otlp_endpoint).scheme not in ("http", "https"):
+        raise ConfigError("tracing.otlp_endpoint must begin with http:// or https://")
     if config.redis.url and urlsplit(config.redis.url).scheme not in ("redis", "unix"):
         raise ConfigError("redis.url must begin with redis:// or unix://")
 

@@ -11,6 +11,7 @@ So where a prefix is cached is asked in the worker's own keys, which carry model
 without a tokenizer in the router. Where bytes per token differ along a prompt, a depth is off by as much.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cygnet.kv.residency import Block
@@ -50,30 +51,47 @@ class LearnedPrefixes:
     def _get(self, key: bytes) -> bytes | None:
         return self._young.get(key) or self._old.get(key)
 
-    def learn(self, chain: bytes, text_blocks: float, tip: Block, num_tokens: int, block_size: int) -> None:
-        """A prompt of `num_tokens` tokens, whose text takes `text_blocks` blocks, is cached up to `tip`. O(tokens) in
-        pointers followed, and less where its beginning was learned before.
+    def learn(
+        self, chain: bytes, text_blocks: float, tip: Block, num_tokens: int, block_size: int
+    ) -> dict[bytes, bytes]:
+        """A prompt of `num_tokens` tokens, whose text takes `text_blocks` blocks, is cached up to `tip`. Returns what
+        is new, for `note` of others. O(tokens) in pointers followed, and less where its beginning was learned before.
         """
+        new: dict[bytes, bytes] = {}
+        begun = self._is_begun(chain)
         block = tip
         for depth in reversed(stored_depths(chain_length(chain))):
             target = min(int(num_tokens * depth / text_blocks) // block_size - 1, tip.index)
             if target < 0:
-                return
+                break
             while block.index > target:
                 assert block.parent is not None
                 block = block.parent
             key = key_at(chain, depth)
-            if self._young.get(key) == block.key:
-                return
+            if self._young.get(key) != block.key:
+                new[key] = block.key
+            elif begun:  # and so is what is before it; of others' lessons only the last may have been heard
+                break
+        self.note(new)
+        return new
+
+    def note(self, entries: Mapping[bytes, bytes]) -> None:
+        """Text keys and the keys of their cached blocks."""
+        for key, block_key in entries.items():
             if len(self._young) >= self._half:
                 self._old, self._young = self._young, {}
-            self._young[key] = block.key
+            self._young[key] = block_key
             self._old.pop(key, None)
+
+    def _is_begun(self, chain: bytes) -> bool:
+        """Whether one of the first prefixes is known."""
+        first = range(1, min(chain_length(chain), FIRST_DEPTHS) + 1)
+        return any(self._get(key_at(chain, depth)) is not None for depth in first)
 
     def find(self, chain: bytes) -> Known:
         """What is known of a prompt's prefixes. O(blocks of text beyond the last one known)."""
         num_blocks = chain_length(chain)
-        if all(self._get(key_at(chain, depth)) is None for depth in range(1, min(num_blocks, FIRST_DEPTHS) + 1)):
+        if not self._is_begun(chain):
             return NOTHING_KNOWN
         last = next(depth for depth in range(num_blocks, 0, -1) if self._get(key_at(chain, depth)) is not None)
         depths, keys = [], []

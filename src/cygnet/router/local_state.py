@@ -1,6 +1,6 @@
 """The state of a router that is alone: in this process, behind the interface that Redis has too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -72,6 +72,12 @@ class LocalState:
         for lease in leases:
             if live >> lease.slot & 1:
                 self._ledger.hold(lease.request_id, lease.slot, lease.cost, expiry)
+
+    def teach(self, learned: Mapping[bytes, bytes]) -> None:
+        return  # there is nobody else
+
+    async def taught(self) -> dict[bytes, bytes]:
+        return {}
 
     async def join(self, record: WorkerRecord, ttl_s: float = 0) -> int | None:
         now = self._clock()

@@ -3,7 +3,8 @@ never changed.
 
 Keys are chained hashes over the prompt's JSON text, cut in blocks of `block_bytes`:
 
-    key[i] = xxh3(text[i * block_bytes : (i + 1) * block_bytes], seed = key[i - 1])       key[-1] = xxh3(model, tenant)
+    key[i] = xxh3(key[i - 1], seed = xxh3(text[i * block_bytes : (i + 1) * block_bytes]))
+    key[-1] = xxh3(model, tenant)
 
 The tenant is the caller's key, where keys are to be kept apart, and the body's `cache_salt`, by which engines do.
 
@@ -17,8 +18,12 @@ keeps its keys. A collision costs a wrong route, never a wrong answer, hence a f
 
 import re
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, islice, repeat
+from operator import getitem
+from typing import Any
 
 import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
@@ -93,15 +98,15 @@ def read_prompt(body: bytes | bytearray, settings: KeySettings, tenant: bytes = 
         model=model,
         chain=chain,
         tokens=int(len(text) / settings.bytes_per_token),
-        prefix=chain[:8] or xxh3_64_digest(text, seed),
+        prefix=chain[:8] or xxh3_64_digest(seed, xxh3_64_intdigest(text)),
         session=session,
         priority=priority,
     )
 
 
 @lru_cache(maxsize=1024)
-def _seed(model: str, tenant: bytes) -> int:
-    return xxh3_64_intdigest(b"%d %s %s" % (len(tenant), tenant, model.encode()))
+def _seed(model: str, tenant: bytes) -> bytes:
+    return xxh3_64_digest(b"%d %s %s" % (len(tenant), tenant, model.encode()))
 
 
 def _text(raw: msgspec.Raw) -> str:
@@ -146,18 +151,31 @@ def _without_header(messages: msgspec.Raw, header: "re.Pattern[str]") -> list[me
     return [memoryview(content[match.end() :].encode()), *(memoryview(item) for item in items[1:])]
 
 
-def chain_keys(text: memoryview, seed: int, block_bytes: int) -> bytes:
-    """Keys of the whole blocks of `text`, at most `MAX_BLOCKS`."""
+@lru_cache(maxsize=8)
+def _cuts(block_bytes: int) -> tuple[slice, ...]:
+    """Where the text is cut: `FINE_BLOCKS` blocks, then `COARSE` at a time, up to `MAX_BLOCKS`."""
+    fine, step = FINE_BLOCKS * block_bytes, COARSE * block_bytes
+    cuts = [slice(start, start + block_bytes) for start in range(0, fine, block_bytes)]
+    return (*cuts, *(slice(start, start + step) for start in range(fine, MAX_BLOCKS * block_bytes, step)))
+
+
+def chain_keys(text: memoryview, seed: bytes, block_bytes: int) -> bytes:
+    """Keys of the whole blocks of `text`, at most `MAX_BLOCKS`. O(bytes); what is done per block runs in C."""
     num_blocks = min(len(text) // block_bytes, MAX_BLOCKS)
     fine = min(num_blocks, FINE_BLOCKS)
-    keys = array("Q")
-    key = seed
-    for start in range(0, fine * block_bytes, block_bytes):
-        key = xxh3_64_intdigest(text[start : start + block_bytes], key)
-        keys.append(key)
-    step = COARSE * block_bytes
-    for start in range(fine * block_bytes, num_blocks * block_bytes - step + 1, step):
-        last, key = key, xxh3_64_intdigest(text[start : start + step], key)
-        keys.extend((*(last,) * (COARSE - 1), key))
-    keys.extend((key,) * (num_blocks - len(keys)))
-    return keys.tobytes()
+    coarse = (num_blocks - fine) // COARSE
+    blocks: Iterator[Any] = map(getitem, repeat(text), islice(_cuts(block_bytes), fine + coarse))
+    keys = b"".join(islice(accumulate(map(xxh3_64_intdigest, blocks), xxh3_64_digest, initial=seed), 1, None))
+    return _spread(keys, fine, coarse, num_blocks) if num_blocks > FINE_BLOCKS else keys
+
+
+def _spread(keys: bytes, fine: int, coarse: int, num_blocks: int) -> bytes:
+    """One key for each block, from `fine` keys of a block and `coarse` ones of `COARSE` blocks."""
+    found, spread = array("Q", keys), array("Q", bytes(8 * num_blocks))
+    end = fine + COARSE * coarse
+    spread[:fine] = found[:fine]
+    for place in range(COARSE - 1):
+        spread[fine + place : end : COARSE] = found[fine - 1 : -1]
+    spread[fine + COARSE - 1 : end : COARSE] = found[fine:]
+    spread[end:] = found[-1:] * (num_blocks - end)
+    return spread.tobytes()

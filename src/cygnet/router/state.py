@@ -1,10 +1,10 @@
-"""What router instances share, as an interface: prefixes, loads, leases, workers.
+"""What router instances share, as an interface: prefixes, loads, leases, workers, and what was learned of texts.
 
 Two implementations pass the same contract test (`tests/router/state_contract.py`): `LocalState`, for one router, and
 `RedisState`, for any number of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -90,6 +90,16 @@ class State(Protocol):
 
     def renew(self, leases: Sequence[Lease]) -> None:
         """Keep leases alive; those the state has lost are entered again. To be called well within the lease time."""
+        ...
+
+    def teach(self, learned: Mapping[bytes, bytes]) -> None:
+        """Tell the other routers which cached blocks hold which prefixes of text (`learned.py`). May be lost."""
+        ...
+
+    async def taught(self) -> dict[bytes, bytes]:
+        """What other routers have told since this was last asked, oldest first; at first, what is still kept of all
+        that was ever told. It comes in parts: nothing more is there when it is empty.
+        """
         ...
 
     async def join(self, record: WorkerRecord, ttl_s: float = 0) -> int | None:

@@ -218,9 +218,9 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = True
         self._started = False
         self._head_bytes = 0
+        self._trailer_bytes = 0
         self._target = b""
         self._headers: Headers = []
-        self._head_size = 0
         self._length = 0
         self._body: list[bytes] = []
         self._fields: dict[bytes, bytes] = {}
@@ -229,18 +229,18 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_size += len(name) + len(value) + 4
-        if not self._in_head:  # a trailer: it is no header, and none is passed on
-            if self._head_size > self._gate.settings.max_head_bytes:
-                raise _Refuse(431, "headers and trailers are too large")
+        if self._in_head:
+            self._headers.append((name.lower(), name, value))
             return
-        lower = name.lower()
-        self._headers.append((lower, name, value))
-        self._fields.setdefault(lower, value)
+        self._trailer_bytes += len(name) + len(value) + 4  # a trailer is no header, and none is passed on
+        if self._trailer_bytes > self._gate.settings.max_head_bytes:
+            raise _Refuse(431, "trailers are too large")
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if len(self._target) + self._head_size > self._gate.settings.max_head_bytes:
+        self._fields = {lower: value for lower, _, value in reversed(self._headers)}
+        size = len(self._target) + sum([len(name) + len(value) + 4 for _, name, value in self._headers])
+        if size > self._gate.settings.max_head_bytes:
             raise _Refuse(431, "request line and headers are too large")
         if len(self._headers) > self._gate.settings.max_headers:
             raise _Refuse(431, f"more than {self._gate.settings.max_headers} headers")

@@ -61,6 +61,7 @@ class Exchange:
         self._started = False
         self._paused = False
         self._sent_bytes = 0
+        self.trace = proxy.tracing.begin(request, request_id) if proxy.tracing is not None else None
         self.prompt = prompt
         self.lease_id = lease_id
         self.request_id = request_id
@@ -101,7 +102,8 @@ class Exchange:
         worker = self.worker
         assert worker is not None
         self._head, self._upstream = None, None
-        head = request_head(self._request, worker.pool.host_header, self.request_id, self._proxy.authorization)
+        context = self.trace.sent(worker.url) if self.trace is not None else None
+        head = request_head(self._request, worker.pool.host_header, self.request_id, self._proxy.authorization, context)
         self.deadline = self._loop.time() + self._proxy.config.workers.first_byte_s
         upstream = worker.pool.send(self, head, self._request.body, fresh=fresh)
         if upstream is not None:
@@ -144,7 +146,9 @@ class Exchange:
             assert self._upstream is not None
             self._upstream.abort()
             self._judge(head.status)
-            self._retry(f"http_{head.status}")
+            if self.trace is not None:
+                self.trace.answered(head.status)
+            self._retry()
             return
         self._judge(head.status)
         self._head = head
@@ -177,6 +181,8 @@ class Exchange:
         self._started = True
         self.first_byte = self._loop.time()
         self._proxy.recorder.observe(names.FIRST_BYTE, self.first_byte - self.began)
+        if self.trace is not None:
+            self.trace.first_byte()
         if self.cost >= SETTLE_TOKENS:
             self.cost = self._proxy.config.routing.request_tokens
             self._proxy.state.settle(self.lease_id, self.cost)
@@ -195,6 +201,8 @@ class Exchange:
             self._client.write(data)
         if self._head.status < 400:
             self.worker.health.succeeded()
+        if self.trace is not None:
+            self.trace.answered(self._head.status)
         self._end(self._head.status)
         self._client.finish(keep_alive=self._request.keep_alive)
 
@@ -212,12 +220,14 @@ class Exchange:
             self.fail(503, "the router can make no connection now", "overloaded", retry_after_s=1)
             return
         self._proxy.worker_failed(self.worker, kind)
+        if self.trace is not None:
+            self.trace.failed(kind)
         if self._started:
             self._proxy.recorder.add(names.BROKEN)
             self._end(0, note=f"broken:{kind}")
             self._client.abort()
         elif self._can_retry():
-            self._retry(kind)
+            self._retry()
         else:
             status = 504 if kind == "timeout" else 502
             self.fail(status, f"the worker did not answer ({kind}), and there is no other to try", "worker_failed")
@@ -226,7 +236,7 @@ class Exchange:
         assert self.worker is not None
         return self.attempts < self._proxy.config.workers.max_attempts and self._proxy.has_other(self)
 
-    def _retry(self, kind: str) -> None:
+    def _retry(self) -> None:
         assert self.worker is not None
         self._proxy.recorder.add(names.RETRIES)
         self.tried.add(self.worker.url)
@@ -292,6 +302,8 @@ class Exchange:
         assert not self.done
         self.done = True
         self.deadline = NO_DEADLINE
+        if self.trace is not None:
+            self.trace.ended(status, self.attempts, self.prompt.model, note)
         self._proxy.ended(self, status, self._key, len(self._request.body))
         self._proxy.log_access(self, self._request, status, self._sent_bytes, note)
         self.cost = 0

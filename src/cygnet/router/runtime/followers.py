@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -92,10 +92,19 @@ class Followers:
     by what was routed to it, like one that does not tell.
     """
 
-    def __init__(self, keys: KeySettings, authorization: bytes, recorder: Recorder, max_entries: int) -> None:
+    def __init__(
+        self,
+        keys: KeySettings,
+        authorization: bytes,
+        recorder: Recorder,
+        max_entries: int,
+        teach: Callable[[dict[bytes, bytes]], None],
+    ) -> None:
+        """`teach` is told what is new of what was learned."""
         self._keys = keys
         self._authorization = authorization
         self._recorder = recorder
+        self._teach = teach
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -220,7 +229,7 @@ class Followers:
             tip = view.find(key)
             if prompt is not None and tip is not None:
                 text_blocks = max(prompt.tokens / self._keys.block_tokens, len(prompt.chain) / 8)
-                self.learned.learn(prompt.chain, text_blocks, tip, num_tokens, view.block_size)
+                self._teach(self.learned.learn(prompt.chain, text_blocks, tip, num_tokens, view.block_size))
 
     async def aclose(self) -> None:
         """Stop following."""

@@ -24,9 +24,10 @@ from cygnet.router.runtime.descriptors import room_for_callers
 from cygnet.router.runtime.exchange import Exchange
 from cygnet.router.runtime.fleet import Fleet, Worker
 from cygnet.router.runtime.followers import Followers
+from cygnet.router.runtime.tracing import Tracing
 from cygnet.router.runtime.wire import HttpRequest, error_body, own_response
 from cygnet.router.scoring import Plan
-from cygnet.router.state import Decision, Lease, NoRoom, RouteRequest, State
+from cygnet.router.state import Decision, Lease, NoRoom, Placed, RouteRequest, State
 from cygnet.router.view import Member
 
 NS = 1_000_000_000
@@ -35,6 +36,7 @@ PUMPED = 16
 KEPT_PLANS = 64
 MAX_REQUEST_ID = 128
 MAX_LOG_LINES = 10_000
+MAX_CALLERS = 4096
 
 
 class Proxy:
@@ -44,8 +46,11 @@ class Proxy:
     accounted for are those of the bodies held; when nothing is in flight no lease is held.
     """
 
-    def __init__(self, config: RouterConfig, keys: KeySettings, state: State, fleet: Fleet) -> None:
+    def __init__(
+        self, config: RouterConfig, keys: KeySettings, state: State, fleet: Fleet, tracing: Tracing | None = None
+    ) -> None:
         self.config = config
+        self.tracing = tracing
         self.settings = config.server
         self._most_connections = room_for_callers(config.server.max_connections)
         self.state = state
@@ -59,13 +64,15 @@ class Proxy:
         self.log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self.loop = asyncio.get_running_loop()
         self._keys = keys
-        self.followers = Followers(keys, fleet.authorization, self.recorder, config.cache.max_entries)
+        self.followers = Followers(keys, fleet.authorization, self.recorder, config.cache.max_entries, state.teach)
         self._limits = KeyLimits(
             frozenset(key_digest(key) for key in config.auth.api_keys),
             config.auth.max_in_flight,
             config.auth.requests_per_minute,
         )
         self._needs_key = bool(config.auth.api_keys)
+        self._callers: dict[bytes, bytes] = {}
+        """Digests by `Authorization` header, of keys that are valid (and in the settings anyway)."""
         worker_key = config.workers.api_key
         self.authorization: bytes | None = (
             f"Bearer {worker_key}".encode() if worker_key else b"" if self._needs_key else None
@@ -163,18 +170,24 @@ class Proxy:
                 self.place(exchange)
 
     def _read(self, request: HttpRequest, key: bytes) -> Prompt:
-        kind = request.header(b"content-type")
-        if (kind and b"json" not in kind) or request.header(b"content-encoding"):
+        fields = request.fields
+        kind = fields.get(b"content-type")
+        if (kind and b"json" not in kind) or fields.get(b"content-encoding"):
             return Prompt(model="", chain=b"", tokens=0, prefix=b"", session=b"", priority=0)
-        session = request.header(self._session_header) if self._session_header else b""
+        session = fields.get(self._session_header, b"") if self._session_header else b""
         return read_prompt(request.body, self._keys, key if self.config.auth.isolate else b"", session)
 
-    @staticmethod
-    def caller(request: HttpRequest) -> bytes:
+    def caller(self, request: HttpRequest) -> bytes:
         """Digest of the caller's key."""
-        value = request.header(b"authorization")
+        value = request.fields.get(b"authorization", b"")
+        known = self._callers.get(value)
+        if known is not None:
+            return known
         text = value[7:] if value[:7].lower() == b"bearer " else request.header(b"x-api-key")
-        return key_digest(text.strip().decode("latin-1"))
+        digest = key_digest(text.strip().decode("latin-1"))
+        if value[:7].lower() == b"bearer " and digest in self._limits and len(self._callers) < MAX_CALLERS:
+            self._callers[value] = digest
+        return digest
 
     def reply(
         self,
@@ -260,7 +273,21 @@ class Proxy:
                 if behind:
                     self.pump()
 
-        self.state.route(self._request(exchange, members, look=behind), then)
+        self._route(exchange, self._request(exchange, members, look=behind), then)
+
+    def _route(self, exchange: Exchange, request: RouteRequest, then: Placed) -> None:
+        """Ask the state."""
+        trace = exchange.trace
+        if trace is None:
+            self.state.route(request, then)
+            return
+
+        def traced(result: Decision | NoRoom) -> None:
+            trace.decided(result if isinstance(result, Decision) else None, exchange.prompt.tokens)
+            then(result)
+
+        trace.deciding()
+        self.state.route(request, traced)
 
     def _refuse(self, exchange: Exchange) -> None:
         """Say why there is nobody for it."""
@@ -314,6 +341,8 @@ class Proxy:
             exchange.fail(429, "all workers are busy and the queue is full", "queue_full", retry_after_s=1)
             return
         self._queued_at[exchange.lease_id] = self.loop.time()
+        if exchange.trace is not None:
+            exchange.trace.queued()
 
     @property
     def num_waiting(self) -> int:
@@ -339,7 +368,7 @@ class Proxy:
                     self._trying.add(exchange.lease_id)
                     waited_s = now - self._queued_at[exchange.lease_id]
                     request = self._request(exchange, members, waited_s=waited_s)
-                    self.state.route(request, partial(self._tried, exchange))
+                    self._route(exchange, request, partial(self._tried, exchange))
 
     def _tried(self, exchange: Exchange, result: Decision | NoRoom) -> None:
         """What came of trying a request that waits."""
@@ -355,6 +384,8 @@ class Proxy:
         if at is not None:
             self._queues[exchange.prompt.model].remove(exchange.lease_id)
             self.recorder.observe(names.QUEUED, self.loop.time() - at)
+            if exchange.trace is not None:
+                exchange.trace.dequeued()
 
     # --- the end of a request
 

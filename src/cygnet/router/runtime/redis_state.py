@@ -7,24 +7,26 @@ Keys, all with the prefix `{namespace}:` (the braces keep them in one slot of a 
     held          hash     request id -> slot|cost
     lease         zset     request id by expiry (ms)
     workers slots ends     hashes: url -> record (JSON), slot, end of registration (ms)
+    learned       stream   what routers have learned of texts: by whom, and text key -> key of a cached block; expires
     live          string   bitmap of slots in use;  freed: zset of slots in quarantine;  meta: hash of counters
 
-Only block keys carry a TTL, so with `maxmemory-policy volatile-lru` they alone are evicted. Nothing needs to be
-persisted.
+Only block keys and `learned` carry a TTL, so with `maxmemory-policy volatile-lru` they alone are evicted. Nothing needs
+to be persisted.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha1
 from importlib.resources import files
 from itertools import islice
+from secrets import token_bytes
 from typing import Any
 
 import hiredis
 import msgspec
 
-from cygnet.base.errors import StateUnavailableError
 from cygnet.router.ladder import KEY_BYTES, MAX_BLOCKS, TAIL
 from cygnet.router.ledger import Ledger
 from cygnet.router.rendezvous import ranked
@@ -36,15 +38,24 @@ from cygnet.router.view import Roster, WorkerRecord
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder(order="deterministic").encode
+_read_lesson = msgspec.msgpack.Decoder(dict[bytes, bytes]).decode
 _read_record = msgspec.json.Decoder(WorkerRecord).decode
 
 MAX_UNDELIVERED = 100_000
-"""Releases kept for a Redis that is away. What exceeds it is left to the leases' expiry."""
+"""Releases kept for a Redis that is away, and entries learned. What exceeds it is left to the leases' expiry, or
+stays with this router.
+"""
 
 BATCH = 512
 """Leases per renewal call, so that no call holds Redis up."""
 
 KEPT_PLANS = 64
+
+KEPT_LESSONS = 20_000
+"""Prompts of which routers that start anew are told what was learned; some 250 bytes for each turn of a session."""
+
+LESSONS = 64
+"""Prompts per look at what others have learned."""
 
 
 class _Script:
@@ -84,6 +95,9 @@ class RedisState:
         self._undelivered: dict[str, None] = {}
         self._known_loads: dict[int, int] = {}
         self._own = Ledger()  # requests that were placed without Redis
+        self._name = token_bytes(8)
+        self._last_lesson: bytes = b"0"
+        self._untold: dict[bytes, bytes] = {}
 
     @property
     def reachable(self) -> bool:
@@ -214,6 +228,9 @@ class RedisState:
             self._lease.call(self.pipe, (self._prefix, _pack(((), (), entered, self._lease_ms))), lambda reply: None)
             for lease in batch:
                 self._own.release(lease.request_id)  # Redis counts it from now on
+        untold, self._untold = iter(self._untold.items()), {}
+        while part := dict(islice(untold, BATCH)):
+            self.teach(part)
         late = list(islice(self._undelivered, BATCH))
         if late:
 
@@ -223,6 +240,35 @@ class RedisState:
                         self._undelivered.pop(request_id, None)
 
             self._lease.call(self.pipe, (self._prefix, _pack((late, (), (), 0))), on_reply)
+
+    # --- what is learned
+
+    def teach(self, learned: Mapping[bytes, bytes]) -> None:
+        if not learned:
+            return
+
+        def on_reply(reply: Any) -> None:
+            if isinstance(reply, Exception) and len(self._untold) < MAX_UNDELIVERED:
+                self._untold.update(learned)
+
+        key = self._prefix + b"learned"
+        entry = (b"XADD", key, b"MAXLEN", b"~", KEPT_LESSONS, b"*", b"by", self._name, b"of", _pack(learned))
+        self.pipe.call(entry, on_reply)
+        self.pipe.call((b"PEXPIRE", key, self._ttl_ms), lambda reply: None)
+
+    async def taught(self) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        while not found:  # what is our own says nothing new
+            ask = (b"XREAD", b"COUNT", LESSONS, b"STREAMS", self._prefix + b"learned", self._last_lesson)
+            reply = await self.pipe.ask(ask)
+            if not reply:
+                break
+            for name, (_, by, _, learned) in reply[0][1]:
+                self._last_lesson = name
+                if by != self._name:
+                    with suppress(msgspec.DecodeError):  # a router of another version
+                        found.update(_read_lesson(learned))
+        return found
 
     # --- workers
 
@@ -235,11 +281,7 @@ class RedisState:
 
         self._workers.call(self.pipe, (self._prefix, *args), on_reply)
         reply = await future
-        if isinstance(reply, hiredis.ReplyError):
-            raise StateUnavailableError(f"Redis at {self.pipe.address} refused: {reply}")
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+        return self.pipe.checked(reply)
 
     async def join(self, record: WorkerRecord, ttl_s: float = 0) -> int | None:
         stored = _json(msgspec.structs.replace(record, expires_at=0))

@@ -72,10 +72,17 @@ class RedisPipe:
             connection.send(command, then)
 
     async def ask(self, command: tuple[bytes | int | str, ...]) -> Any:
-        """Send a command and wait. Raises `StateUnavailableError`, or `hiredis.ReplyError` for an error reply."""
+        """Send a command and wait. Raises `StateUnavailableError`, for an error reply too: a Redis that refuses, as
+        while it loads, can't be used now.
+        """
         future: asyncio.Future[Any] = self._loop.create_future()
         self.call(command, lambda reply: None if future.done() else future.set_result(reply))
-        reply = await future
+        return self.checked(await future)
+
+    def checked(self, reply: Any) -> Any:
+        """A reply that is none of the errors."""
+        if isinstance(reply, hiredis.ReplyError):
+            raise StateUnavailableError(f"Redis at {self.address} refused: {reply}")
         if isinstance(reply, Exception):
             raise reply
         return reply

@@ -1,6 +1,7 @@
 """A whole router in one coroutine: state, fleet, listener, housekeeping; and down again in the reverse order."""
 
 import asyncio
+import gc
 import re
 import signal
 import socket
@@ -17,11 +18,13 @@ from cygnet.router.runtime.client import ClientConnection
 from cygnet.router.runtime.fleet import Fleet
 from cygnet.router.runtime.proxy import Proxy
 from cygnet.router.runtime.redis_state import RedisState
+from cygnet.router.runtime.tracing import Tracing, start_tracing
 from cygnet.router.state import State
 
 NS = 1_000_000_000
 TICK_S = 0.1
 TIDY_TICKS = 10
+LEARN_S = 0.1
 REDIS_START_S = 2.0
 BACKLOG = 4096
 
@@ -64,8 +67,10 @@ def listen(host: str, port: int) -> socket.socket:
 class Service:
     """A router that runs. `stop` begins a graceful end, a second one makes it an immediate one."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, tracing: Tracing | None = None) -> None:
+        """`tracing` replaces what the settings say."""
         self._config = config
+        self._tracing = tracing or start_tracing(config.tracing)
         self._stopped = asyncio.Event()
         self._hurried = asyncio.Event()
         self._state: State | None = None
@@ -93,12 +98,14 @@ class Service:
                 await state.pipe.wait_ready(REDIS_START_S)
             fleet = Fleet(state, config.workers, static, authorization, Proxy.now)
             stack.push_async_callback(fleet.aclose)
-            proxy = self.proxy = Proxy(config, keys, state, fleet)
+            if self._tracing is not None:
+                stack.push_async_callback(self._tracing.aclose)
+            proxy = self.proxy = Proxy(config, keys, state, fleet, self._tracing)
             await fleet.sync()
             stack.push_async_callback(proxy.followers.aclose)
             stack.push_async_callback(proxy.admin.aclose)
             server = await loop.create_server(lambda: ClientConnection(proxy), sock=listener)
-            tasks = [loop.create_task(self._tick(proxy)), loop.create_task(self._keep(proxy))]
+            tasks = [loop.create_task(work(proxy)) for work in (self._tick, self._keep, self._learn)]
             stack.push_async_callback(_cancel, tasks)
             ready(proxy)
             stopped = loop.create_task(self._stopped.wait())
@@ -133,6 +140,15 @@ class Service:
                 proxy.loads = await proxy.state.loads()
             await asyncio.sleep(every_s)
 
+    async def _learn(self, proxy: Proxy) -> None:
+        """Hear what other routers have learned of their workers' caches."""
+        while self._config.cache.kv_events:
+            with suppress(StateUnavailableError):
+                while entries := await proxy.state.taught():
+                    proxy.followers.learned.note(entries)
+            await asyncio.sleep(LEARN_S)
+        await asyncio.Event().wait()  # ends with the others
+
     async def _drain(self, proxy: Proxy) -> None:
         proxy.stopping = True
         for connection in list(proxy.connections):
@@ -158,6 +174,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)
+    gc.freeze()  # what has been loaded stays: a collection that looks at it again only holds requests up
     try:
         await service.run(listener, ready)
     finally:

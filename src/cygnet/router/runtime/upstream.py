@@ -154,9 +154,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:  # a trailer: nobody asked for it
-            return
-        self._headers.append((name.lower(), name, value))
+        if self._in_head:  # trailers are left out
+            self._headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -20,6 +20,8 @@ HOP_BY_HOP = frozenset(
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
 """Request headers that the router writes itself or leaves out."""
 
+TRACE_CONTEXT = frozenset((b"traceparent", b"tracestate"))
+
 NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id"}
 """Response headers that the router writes itself or leaves out."""
 
@@ -62,15 +64,24 @@ def connection_options(headers: Headers) -> frozenset[bytes]:
     return frozenset(options)
 
 
-def request_head(request: HttpRequest, host: bytes, request_id: bytes, authorization: bytes | None) -> bytes:
-    """The request's head for a worker. `authorization` replaces the caller's keys when given; empty removes them."""
+def request_head(
+    request: HttpRequest, host: bytes, request_id: bytes, authorization: bytes | None, trace: bytes | None = None
+) -> bytes:
+    """The request's head for a worker. `authorization` replaces the caller's keys when given; empty removes them.
+
+    `trace` are whole header lines that replace the caller's trace context.
+    """
     skip = NOT_FORWARDED
     if b"connection" in request.fields:
         skip = skip | connection_options(request.headers)
     if authorization is not None:
         skip = skip | {b"authorization", b"x-api-key"}
+    if trace is not None:
+        skip = skip | TRACE_CONTEXT
     parts = [b"%s %s HTTP/1.1\r\nHost: %s\r\n" % (request.method, request.target, host)]
     parts += [b"%s: %s\r\n" % (name, value) for lower, name, value in request.headers if lower not in skip]
+    if trace is not None:
+        parts.append(trace)
     if authorization:
         parts.append(b"Authorization: %s\r\n" % authorization)
     parts.append(b"Content-Length: %d\r\nX-Request-Id: %s\r\n\r\n" % (len(request.body), request_id))
