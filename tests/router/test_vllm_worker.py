@@ -100,19 +100,9 @@ async def test_its_card_passes(vllm: str) -> None:
 
 
 async def test_the_same_answers(vllm: str) -> None:
-    ask: dict[str, Any] = {**ASK, "prompt": "One, two, three,"}
+    ask: dict[str, Any] = {**ASK, "prompt": "One, two, three,", "logprobs": 2, "extra_body": {"top_k": 1}}
     async with both(vllm) as (direct, routed, _):
-        for more in ({"logprobs": 2, "extra_body": {"top_k": 1}}, {"echo": True}, {"stop": [","]}):
-            assert essence(await routed.completions.create(**ask, **more)) == essence(
-                await direct.completions.create(**ask, **more)
-            )
-        texts = []
-        for client in (direct, routed):
-            stream = await client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
-            events = [event async for event in stream]
-            assert events[-1].usage is not None
-            texts.append("".join(choice.text for event in events for choice in event.choices))
-        assert texts[0] == texts[1] != ""
+        assert essence(await routed.completions.create(**ask)) == essence(await direct.completions.create(**ask))
 
 
 async def test_the_same_refusals(vllm: str) -> None:
