@@ -1,7 +1,7 @@
 """What cache-aware routing does with the real engine: sessions of growing prompts over `cygnet up` with two servers, by
 policy. Prints hits, input throughput and time to the first token.
 
-    python benchmarks/router_engine.py [--quick] [--model gemma3-270m] [--policies NAME ...] [--json FILE]
+    python benchmarks/router_engine.py [--quick] [--model gemma3-270m] [--policies NAME ...] [--seed N] [--json FILE]
 """
 
 import argparse
@@ -80,14 +80,14 @@ async def turn(http: httpx.AsyncClient, model: str, prompt: str, run: Run) -> st
     return said
 
 
-async def drive(url: str, sessions: int, turns: int, callers: int) -> Run:
+async def drive(url: str, sessions: int, turns: int, callers: int, seed: int) -> Run:
     """All sessions, `callers` at a time, each turn after the answer to the last one."""
     run, seats = Run(), asyncio.Semaphore(callers)
     async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
 
         async def session(number: int) -> None:
-            rng = random.Random(number)
+            rng = random.Random(f"{seed} {number}")
             prompt = text(rng, 300)
             for _ in range(turns):
                 async with seats:
@@ -100,7 +100,7 @@ async def drive(url: str, sessions: int, turns: int, callers: int) -> Run:
     return run
 
 
-async def measure(model: str, policy: str, sessions: int, turns: int) -> dict[str, float]:
+async def measure(model: str, policy: str, sessions: int, turns: int, seed: int) -> dict[str, float]:
     """Figures of a fleet of its own."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
@@ -112,7 +112,7 @@ async def measure(model: str, policy: str, sessions: int, turns: int) -> dict[st
                 if process.returncode is not None or time.monotonic() > end:
                     raise SystemExit(f"the fleet does not start:\n{log.read_text()}")
                 await asyncio.sleep(0.2)
-            return (await drive(ready[1], sessions, turns, callers=4)).figures()
+            return (await drive(ready[1], sessions, turns, callers=4, seed=seed)).figures()
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -124,13 +124,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few sessions")
     parser.add_argument("--model", default="gemma3-270m")
     parser.add_argument("--policies", nargs="+", default=["round_robin", "least_loaded", "cache_aware"])
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     args = parser.parse_args()
     sessions, turns = (7, 4) if args.quick else (15, 6)
-    report: dict[str, Any] = {"environment": environment(), "sessions": sessions, "turns": turns, "policies": {}}
+    report: dict[str, Any] = {"environment": environment(), "sessions": sessions, "turns": turns, "seed": args.seed}
+    report["policies"] = {}
     print(f"{'policy':14}{'hit':>8}{'input tok/s':>13}{'TTFT p50 s':>12}{'p90 s':>8}")
     for policy in args.policies:
-        one = report["policies"][policy] = asyncio.run(measure(args.model, policy, sessions, turns))
+        one = report["policies"][policy] = asyncio.run(measure(args.model, policy, sessions, turns, args.seed))
         print(
             f"{policy:14}{one['hit']:>8.1%}{one['input_tokens_per_s']:>13,.0f}{one['ttft_p50_s']:>12.2f}"
             f"{one['ttft_p90_s']:>8.2f}",

@@ -118,6 +118,14 @@ class StateContract:
         fix.state.release("reaps")
         assert await fix.state.loads() == {1: 11}
 
+    async def test_leases_of_the_dead_run_out_where_no_request_comes(self, fix: Fixture) -> None:
+        """A router that died left its load on an idle fleet until others came with requests."""
+        plan = plan_for(await fix.workers(2))
+        for number in range(40):
+            await fix.placed([number], plan, chance=number / 40)
+        await fix.sleep(fix.lease_s * 1.2)
+        assert await fix.state.loads() == {}
+
     async def test_a_lost_lease_is_entered_again_by_renewal(self, fix: Fixture) -> None:
         await fix.workers(1)
         fix.state.renew([Lease("from before", 0, 50), Lease("of a dead worker", 5, 50)])
@@ -147,6 +155,37 @@ class StateContract:
         assert (await fix.placed([1], plan)).cost == 11
         assert (await fix.placed(list(range(50)), plan)).cost == 501
         assert await fix.route([7], plan) == NoRoom(0)
+
+    async def test_a_prompt_waits_for_its_holder_but_not_for_ever(self, fix: Fixture) -> None:
+        plan = plan_for(await fix.workers(2), budget=400)
+        words = list(range(30))
+        holder = (await fix.placed(words, plan, chance=0.0, tokens=420)).slot
+        request = RouteRequest("again", chain_of([*words, 99]), 310, BLOCK_TOKENS, plan, 0.0)
+        assert await place(fix.state, request) == NoRoom(300)
+        assert await fix.state.loads() == {holder: 421}
+        await fix.placed([7] * 5, replace(plan, budget=0), name="other")
+        assert await place(fix.state, structs.replace(request, waited=200)) == NoRoom(300), "it has work of its own"
+        fix.state.release("other")
+        elsewhere = await place(fix.state, structs.replace(request, waited=200))
+        assert isinstance(elsewhere, Decision)
+        assert elsewhere.slot != holder
+
+    async def test_what_is_late_goes_to_a_worker_below_its_budget(self, fix: Fixture) -> None:
+        plan = plan_for(await fix.workers(1), budget=200)
+        await fix.placed(list(range(19)), plan)
+        request = RouteRequest("late", chain_of([7] * 90), 900, BLOCK_TOKENS, plan, 0.0)
+        assert await place(fix.state, request) == NoRoom(0)
+        assert isinstance(await place(fix.state, structs.replace(request, late=True)), Decision)
+        assert await place(fix.state, structs.replace(request, request_id="later", late=True)) == NoRoom(900)
+
+    async def test_a_look_finds_and_changes_nothing(self, fix: Fixture) -> None:
+        plan = plan_for(await fix.workers(2))
+        await fix.placed([1, 2, 3], plan, name="a")
+        before = await fix.state.loads()
+        look = RouteRequest("b", chain_of([1, 2, 3, 4]), 40, BLOCK_TOKENS, plan, 0.0, look=True)
+        assert await place(fix.state, look) == NoRoom(30)
+        assert await fix.state.loads() == before
+        assert (await fix.placed([1, 2, 3, 4], plan)).matched_tokens == 30
 
     async def test_spilled_is_said(self, fix: Fixture) -> None:
         slots = await fix.workers(2)
@@ -275,7 +314,15 @@ class StateContract:
             plan = plan_for(chosen, candidates=candidates, budget=random.choice((0, 0, 9000)))
             name = f"r{turn}"
             request = RouteRequest(
-                name, chain_of(words), len(words) * BLOCK_TOKENS, BLOCK_TOKENS, plan, random.random()
+                name,
+                chain_of(words),
+                len(words) * BLOCK_TOKENS,
+                BLOCK_TOKENS,
+                plan,
+                random.random(),
+                waited=random.choice((0, 500, 5000)),
+                late=random.random() < 0.2,
+                look=random.random() < 0.1,
             )
             expected = await place(reference, request)
             assert await place(fix.state, request) == expected, f"turn {turn}"

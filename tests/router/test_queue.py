@@ -49,6 +49,24 @@ def test_a_stream_of_short_work_starves_nobody() -> None:
     assert second == 50
 
 
+def test_who_is_late_goes_first_in_order_of_arrival() -> None:
+    waiting = AdmissionQueue(100, 60 * S, 2000, 10_000, late_ns=30 * S)
+    waiting.add("long", 900_000, 0)
+    waiting.add("longer", 990_000, 0)
+    waiting.add("middle", 200_000, 5 * S, priority=3)
+    for second in range(40):
+        waiting.add(f"short-{second}", 1, second * S)
+    assert waiting.next_ones(1, 29 * S)[0].request_id == "short-0"
+    first = [one.request_id for one in waiting.next_ones(4, 35 * S)]
+    assert first == ["long", "longer", "short-0", "short-1"]
+    for name in first:
+        waiting.remove(name)
+    for second in range(2, 6):
+        waiting.remove(f"short-{second}")
+    assert [one.request_id for one in waiting.next_ones(3, 35 * S)] == ["middle", "short-6", "short-7"]
+    assert waiting.audit() == []
+
+
 def test_priority_and_order_of_arrival() -> None:
     waiting = queue()
     waiting.add("b", 100, 0)

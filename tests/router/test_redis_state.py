@@ -23,10 +23,10 @@ TTL_S, LEASE_S = 0.6, 0.4
 
 @asynccontextmanager
 async def opened(
-    redis: RedisProcess, *, namespace: str = "", ttl_s: float = 600, lease_s: float = 30
+    redis: RedisProcess, *, namespace: str = "", ttl_s: float = 600, lease_s: float = 30, timeout_s: float = 0.05
 ) -> AsyncIterator[Fixture]:
     name = namespace or uuid4().hex
-    state = RedisState(redis.url, name, timeout_s=0.05, ttl_ms=int(ttl_s * 1000), lease_ms=int(lease_s * 1000))
+    state = RedisState(redis.url, name, timeout_s=timeout_s, ttl_ms=int(ttl_s * 1000), lease_ms=int(lease_s * 1000))
     try:
         assert await state.pipe.wait_ready(10)
         yield Fixture(state, asyncio.sleep, ttl_s, lease_s)
@@ -45,7 +45,8 @@ async def until(condition: Any, limit_s: float = 10) -> None:
 @pytest.fixture
 def fix(shared_redis: RedisProcess, request: pytest.FixtureRequest) -> Any:
     short = "age" in request.node.name or "leases_of_the_dead" in request.node.name
-    return opened(shared_redis, **({"ttl_s": TTL_S, "lease_s": LEASE_S} if short else {}))
+    # Nothing is asked of time here, so that a busy machine is no Redis that hangs.
+    return opened(shared_redis, timeout_s=5.0, **({"ttl_s": TTL_S, "lease_s": LEASE_S} if short else {}))
 
 
 class TestRedisState(StateContract):
@@ -71,7 +72,8 @@ async def test_two_routers_share_everything(shared_redis: RedisProcess) -> None:
 
 async def test_concurrent_routers_do_not_herd(shared_redis: RedisProcess) -> None:
     """vllm router 177, aibrix 2423: choices by loads seconds old send everything to one worker."""
-    async with opened(shared_redis, namespace="herd") as one, opened(shared_redis, namespace="herd") as two:
+    herd: dict[str, Any] = {"namespace": "herd", "timeout_s": 5.0}
+    async with opened(shared_redis, **herd) as one, opened(shared_redis, **herd) as two:
         plan = plan_for(await one.workers(4))
         turns = [(side, 1000 * turn + place) for turn in range(20) for place, side in enumerate((one, two))]
         decisions = await asyncio.gather(*(side.placed([word] * 10, plan) for side, word in turns))
@@ -181,7 +183,7 @@ async def test_restarted_and_emptied_redis(own_redis: RedisProcess) -> None:
 
 
 async def test_flushed_scripts_are_sent_again(own_redis: RedisProcess) -> None:
-    async with opened(own_redis) as fix:
+    async with opened(own_redis, timeout_s=5.0) as fix:
         plan = plan_for(await fix.workers(2))
         await fix.placed([1] * 10, plan)
         own_redis.command("SCRIPT FLUSH")
@@ -195,7 +197,7 @@ async def test_bytes_per_block(own_redis: RedisProcess) -> None:
         text = own_redis.command("INFO memory").decode()
         return int(next(line for line in text.splitlines() if line.startswith("used_memory:")).split(":")[1])
 
-    async with opened(own_redis, namespace="cygnet") as fix:
+    async with opened(own_redis, namespace="cygnet", timeout_s=5.0) as fix:
         plan = plan_for(await fix.workers(16))
         await fix.placed([1], plan)
         before = used()
@@ -208,7 +210,7 @@ async def test_bytes_per_block(own_redis: RedisProcess) -> None:
 
 async def test_only_block_keys_expire(own_redis: RedisProcess) -> None:
     """With maxmemory-policy volatile-lru Redis evicts prefixes and never leases, loads or workers."""
-    async with opened(own_redis, namespace="n") as fix:
+    async with opened(own_redis, namespace="n", timeout_s=5.0) as fix:
         await fix.placed([1] * 40, plan_for(await fix.workers(2)))
         state = fix.state
         assert isinstance(state, RedisState)

@@ -153,22 +153,57 @@ def test_spill_over() -> None:
     st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 10**6)), min_size=1, max_size=8),
     st.floats(0, 0.999),
     st.integers(0, 2000),
+    st.integers(0, 2000),
+    st.booleans(),
 )
-def test_choice_is_the_best_by_the_formula(workers: list[tuple[int, int]], chance: float, budget: int) -> None:
+def test_choice_is_the_best_by_the_formula(
+    workers: list[tuple[int, int]], chance: float, budget: int, waited: int, late: bool
+) -> None:
     tokens = 1000
     plan = Plan(tuple(Candidate(slot) for slot in range(len(workers))), match_weight=1.5, load_floor=100, budget=budget)
     matched, loads = [m for m, _ in workers], [load for _, load in workers]
-    choice = choose(plan, tokens, matched, loads, chance)
+    choice = choose(plan, tokens, matched, loads, chance, waited, late)
     room = [
-        p for p, load in enumerate(loads) if load * 8 <= budget or load + tokens - matched[p] <= budget or not budget
+        p
+        for p, load in enumerate(loads)
+        if load * (1 if late else 8) <= budget or load + tokens - matched[p] <= budget or not budget
     ]
     norm = max(sum(loads) / len(loads), tokens, 100)
+    scores = {p: 1.5 * matched[p] / tokens - loads[p] / norm for p in room}
+    full = [1.5 * matched[p] / tokens - (loads[p] + waited) / norm for p in range(len(loads)) if p not in room]
+    best = max(scores.values(), default=-1e9)
+    aged = max(full, default=-1e9)
+    holder = max(
+        (1.5 * matched[p] / tokens - loads[p] / norm for p in range(len(loads)) if p not in room), default=-1e9
+    )
     if choice is None:
-        assert not room
+        assert not room or (holder > best - 1e-9 and (aged > best - 1e-9 or max(loads[p] for p in room) > budget // 8))
     else:
         assert choice.place in room
-        scores = {p: 1.5 * matched[p] / tokens - loads[p] / norm for p in room}
-        assert scores[choice.place] == pytest.approx(max(scores.values()))
+        assert scores[choice.place] == pytest.approx(best)
+        assert holder <= best + 1e-9 or (aged <= best + 1e-9 and loads[choice.place] <= budget // 8)
+
+
+def test_a_prompt_waits_for_its_holder_but_not_for_ever() -> None:
+    """To compute 100K tokens again elsewhere takes longer than the holder's budget of 64K; what it waits counts."""
+    plan = Plan(tuple(Candidate(slot) for slot in range(2)), match_weight=1.5, budget=65_536)
+    held, loads = [100_000, 0], [70_000, 0]
+    assert choose(plan, 101_000, held, loads, 0.0) is None
+    assert choose(plan, 101_000, held, loads, 0.0, waited=70_000) is None
+    assert choose(plan, 101_000, held, loads, 0.0, waited=90_000) == Choice(1, False)
+    assert choose(plan, 101_000, held, [70_000, 9_000], 0.0, waited=10**6) is None, "the other has work of its own"
+    assert choose(plan, 101_000, [0, 0], loads, 0.0) == Choice(1, False), "there is nothing to wait for"
+    assert choose(plan, 101_000, [20_000, 0], loads, 0.0) == Choice(1, False)
+    assert choose(replace(plan, load_weight=0.0), 101_000, held, loads, 0.0) == Choice(1, False), "load is all the same"
+
+
+def test_what_is_late_goes_to_any_worker_below_its_budget() -> None:
+    plan = Plan(tuple(Candidate(slot) for slot in range(2)), match_weight=1.5, budget=10_000)
+    assert choose(plan, 500_000, [0, 0], [9_000, 9_500], 0.0) is None
+    assert choose(plan, 500_000, [0, 0], [9_000, 9_500], 0.0, late=True) == Choice(0, False)
+    assert choose(plan, 500_000, [400_000, 0], [9_999, 0], 0.0, late=True) == Choice(0, False)
+    assert choose(plan, 500_000, [400_000, 0], [10_001, 9_500], 0.0, waited=10**6, late=True) is None
+    assert choose(plan, 500_000, [0, 0], [10_001, 20_000], 0.0, late=True) is None
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ READ_S = 10.0
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Cygnet fleet</title>
 <meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="2"><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }}
-table {{ border-collapse: collapse; width: 100% }} td, th {{ text-align: left; padding: .3rem .7rem }}
+table {{ border-collapse: collapse; width: 100% }}
+td, th {{ text-align: left; padding: .3rem .7rem; white-space: nowrap }}
 tr {{ border-bottom: 1px solid #8884 }} .ready {{ color: #178a3a }} .waiting, .starting, .stopping {{ color: #b26a00 }}
-td.line {{ font: 12px monospace; max-width: 30rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }}
+td.line {{ font: 12px monospace; width: 100%; max-width: 0; overflow: hidden; text-overflow: ellipsis }}
 </style></head><body><h1>Cygnet fleet</h1>
 <table><tr><th>part<th>state<th>for<th>restarts<th>process<th>address<th>last line</tr>{rows}</table></body></html>"""
 

@@ -101,6 +101,10 @@ class QueueSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_waiting: Annotated[int, Meta(ge=1, description="waiting requests before new ones get 429")] = 1024
     max_wait_s: Annotated[float, Meta(gt=0, description="longest wait, then 503")] = 60.0
+    late_s: Annotated[
+        float,
+        Meta(gt=0, description="wait after which a request goes before all others, to any worker below its budget"),
+    ] = 30.0
     ageing_tokens_per_s: Annotated[
         int, Meta(ge=0, description="uncached tokens that one second of waiting makes up for")
     ] = 2000

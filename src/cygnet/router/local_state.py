@@ -44,7 +44,17 @@ class LocalState:
 
     def route(self, request: RouteRequest, then: Placed) -> None:
         weighed = self.weigh(request)
-        choice = choose(request.plan, request.tokens, weighed.matched, weighed.loads, request.chance)
+        choice = None
+        if not request.look:
+            choice = choose(
+                request.plan,
+                request.tokens,
+                weighed.matched,
+                weighed.loads,
+                request.chance,
+                request.waited,
+                request.late,
+            )
         if choice is None:
             then(NoRoom(max(weighed.matched)))
         else:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nsmallest
 
 NS_PER_S = 1_000_000_000
+NEVER_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,23 @@ class AdmissionQueue:
     The order is `uncached tokens + priority * priority_tokens + ageing_tokens_per_s * arrival`, least first: a second
     of waiting makes up for that many tokens, so everyone is overtaken by finitely many.
 
+    Those that have waited `late_ns` go before all others, in the order of their arrival: the wait of a long prompt is
+    bounded whatever comes after it.
+
     Invariants (`audit`): at most `max_waiting` wait; a request is there once; every one of them is in both heaps.
     """
 
-    def __init__(self, max_waiting: int, max_wait_ns: int, ageing_tokens_per_s: int, priority_tokens: int) -> None:
+    def __init__(
+        self,
+        max_waiting: int,
+        max_wait_ns: int,
+        ageing_tokens_per_s: int,
+        priority_tokens: int,
+        late_ns: int = NEVER_NS,
+    ) -> None:
         self.max_waiting = max_waiting
         self.max_wait_ns = max_wait_ns
+        self.late_ns = late_ns
         self._ageing = ageing_tokens_per_s
         self._priority_tokens = priority_tokens
         self._waiting: dict[str, Waiting] = {}
@@ -62,10 +74,19 @@ class AdmissionQueue:
     def _is_current(self, request_id: str, count: int) -> bool:
         return self._added.get(request_id) == count
 
-    def next_ones(self, limit: int) -> list[Waiting]:
+    def is_late(self, waiting: Waiting, now: int) -> bool:
+        """Whether it has waited so long that it goes first."""
+        return now - waiting.arrived_ns >= self.late_ns
+
+    def next_ones(self, limit: int, now: int = 0) -> list[Waiting]:
         """Who is next, up to `limit` of them in order; they stay in the queue. O(n)."""
-        current = (entry for entry in self._by_order if self._is_current(entry[2], entry[1]))
-        return [self._waiting[request_id] for _, _, request_id in nsmallest(limit, current)]
+        late = [] if now < self.late_ns else [w for w in self._waiting.values() if self.is_late(w, now)]
+        if late:
+            late = nsmallest(limit, late, key=lambda waiting: (waiting.arrived_ns, self._added[waiting.request_id]))
+            limit -= len(late)
+        names = {waiting.request_id for waiting in late}
+        current = (e for e in self._by_order if e[2] not in names and self._is_current(e[2], e[1]))
+        return late + [self._waiting[request_id] for _, _, request_id in nsmallest(limit, current)]
 
     def remove(self, request_id: str) -> bool:
         """Take out: dispatched or given up. `False` if it does not wait. O(1); its heap entries go later."""

@@ -29,6 +29,12 @@ class RouteRequest(Struct, frozen=True, gc=False):
     known_blocks: int = 0
     """Beginning of `chain` about which `known` speaks. What was routed to a worker beyond it is still to be computed
     there, and counts as if it were."""
+    waited: int = 0
+    """Tokens that its wait in the queue makes up for."""
+    late: bool = False
+    """It has waited so long that it goes to the first worker below its budget."""
+    look: bool = False
+    """Only find the match: others wait, and their order decides who is placed. Answered with `NoRoom`."""
 
 
 class Decision(Struct, frozen=True, gc=False):
@@ -43,7 +49,7 @@ class Decision(Struct, frozen=True, gc=False):
 
 
 class NoRoom(Struct, frozen=True, gc=False):
-    """Every candidate is at its budget. `matched_tokens` is the best match."""
+    """Every candidate is at its budget, or the best one is and worth waiting for. `matched_tokens`: the best match."""
 
     matched_tokens: int
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import msgspec
+from msgspec import structs
 
 from cygnet.base.errors import ConfigError, InvariantError
 from cygnet.base.ids import BlockKey
@@ -30,7 +30,7 @@ from cygnet.sim.events import EventLoop, Priority
 NS_PER_S = 1_000_000_000
 LEASE_NS = 1 << 60
 """Leases don't expire: no router dies."""
-PUMPED = 4
+PUMPED = 16
 """Waiting requests that are tried when there may be room."""
 
 T = TypeVar("T")
@@ -157,8 +157,13 @@ class SimRouter:
         self._decode_policy = POLICIES.get(decode_policy)
         self._decode_weights = replace(self._weights, budget=0)
         self.queue = AdmissionQueue(
-            queue.max_waiting, int(queue.max_wait_s * NS_PER_S), queue.ageing_tokens_per_s, queue.priority_tokens
+            queue.max_waiting,
+            int(queue.max_wait_s * NS_PER_S),
+            queue.ageing_tokens_per_s,
+            queue.priority_tokens,
+            int(queue.late_s * NS_PER_S),
         )
+        self._ageing = queue.ageing_tokens_per_s
         # The index knows blocks of text; as many tokens are in a few blocks of KV.
         text_tokens = max(1, int(cache.block_bytes / cache.bytes_per_token))
         self._stride = max(1, text_tokens // block_size)
@@ -190,8 +195,9 @@ class SimRouter:
         if not self._members:
             self._refused(request_id, "no worker")
             return
+        behind = bool(self.queue)  # where others wait, their order decides
         asked = self._ask(request_id, chain, tokens, session)
-        matched = self._route(asked)
+        matched = self._route(asked._replace(prefill=structs.replace(asked.prefill, look=behind)))
         if matched is None:
             return
         if self.queue.add(request_id, tokens - matched, self._loop.now_ns) is None:
@@ -200,6 +206,8 @@ class SimRouter:
             self.num_queued += 1
             self._asked[request_id] = asked
             self._loop.at(self._loop.now_ns + self.queue.max_wait_ns, Priority.TURN, self._give_up)
+            if behind:
+                self._pump()
 
     def _ask(self, request_id: str, chain: bytes, tokens: int, session: bytes) -> _Asked:
         self._turn += 1
@@ -209,7 +217,7 @@ class SimRouter:
         if not self._decoders:
             return _Asked(request, None, session)
         plan = self._decode_policy(ask, tuple(self._decoders), {}, self._decode_weights)
-        return _Asked(request, msgspec.structs.replace(request, plan=plan), session)
+        return _Asked(request, structs.replace(request, plan=plan), session)
 
     def _route(self, asked: _Asked) -> int | None:
         """Place the request, or say how many of its tokens the best match has when there is no room."""
@@ -224,7 +232,10 @@ class SimRouter:
         return None
 
     def _pair(self, prefill: RouteRequest, decode: RouteRequest) -> int | None:
-        found, free = self.state.weigh(prefill), self.decode_state.weigh(decode)
+        found = self.state.weigh(prefill)
+        if prefill.look:
+            return max(found.matched)
+        free = self.decode_state.weigh(decode)
         pair = choose_pair(
             Pool(prefill.plan, found.matched, found.loads),
             Pool(decode.plan, free.matched, free.loads),
@@ -260,9 +271,13 @@ class SimRouter:
         """Place those who wait, in order, as far as there is room."""
         if not self._members:
             return
-        for waiting in self.queue.next_ones(PUMPED):
+        now_ns = self._loop.now_ns
+        for waiting in self.queue.next_ones(PUMPED, now_ns):
             before, _, session = self._asked[waiting.request_id]
             asked = self._ask(waiting.request_id, before.chain, before.tokens, session)  # members may be others now
+            waited = (now_ns - waiting.arrived_ns) * self._ageing // NS_PER_S
+            late = self.queue.is_late(waiting, now_ns)
+            asked = asked._replace(prefill=structs.replace(asked.prefill, waited=waited, late=late))
             if self._route(asked) is None:
                 self.queue.remove(waiting.request_id)
                 del self._asked[waiting.request_id]

@@ -218,6 +218,7 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = True
         self._started = False
         self._head_bytes = 0
+        self._trailer_bytes = 0
         self._target = b""
         self._headers: Headers = []
         self._length = 0
@@ -228,8 +229,12 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers are left out
+        if self._in_head:
             self._headers.append((name.lower(), name, value))
+            return
+        self._trailer_bytes += len(name) + len(value) + 4  # a trailer is no header, and none is passed on
+        if self._trailer_bytes > self._gate.settings.max_head_bytes:
+            raise _Refuse(431, "trailers are too large")
 
     def on_headers_complete(self) -> None:
         self._in_head = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cygnet.metrics import router as names
 from cygnet.router.prompt import Prompt
 from cygnet.router.runtime.client import ClientConnection
-from cygnet.router.runtime.upstream import UpstreamConnection
+from cygnet.router.runtime.upstream import OWN_FAULT, UpstreamConnection
 from cygnet.router.runtime.wire import (
     LAST_CHUNK,
     HttpRequest,
@@ -215,6 +215,10 @@ class Exchange:
             self._send(fresh=True)
             return
         assert self.worker is not None
+        if kind == OWN_FAULT:
+            self.worker.health.refused()
+            self.fail(503, "the router can make no connection now", "overloaded", retry_after_s=1)
+            return
         self._proxy.worker_failed(self.worker, kind)
         if self.trace is not None:
             self.trace.failed(kind)

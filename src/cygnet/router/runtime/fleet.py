@@ -12,6 +12,7 @@ import msgspec
 from cygnet.base.errors import StateUnavailableError
 from cygnet.router.config import WorkersSettings
 from cygnet.router.health import HealthSettings, WorkerHealth
+from cygnet.router.runtime.descriptors import is_own_fault
 from cygnet.router.runtime.upstream import WorkerPool
 from cygnet.router.state import State
 from cygnet.router.view import Member, Roster, WorkerRecord
@@ -277,11 +278,17 @@ class Fleet:
     async def _probe_always(self, worker: Worker) -> None:
         looked = -CARDS_S
         while True:
-            error = await self._probe(worker)
+            try:
+                error = await self._probe(worker)
+                stale = self._loop.time() - looked >= CARDS_S or not worker.cards or worker.refused_connection
+                if not error and stale:
+                    error = await self._look(worker)
+                    looked = self._loop.time()
+            except OSError as fault:  # our own: it says nothing about the worker
+                log.warning("worker %s can't be probed: %s", worker.url, fault)
+                await asyncio.sleep(self._settings.probe_s)
+                continue
             worker.probe_error = error
-            if not error and (self._loop.time() - looked >= CARDS_S or not worker.cards or worker.refused_connection):
-                error = worker.probe_error = await self._look(worker)
-                looked = self._loop.time()
             if not error and worker.refused_connection:
                 await self._restarted(worker)
             if worker.health.probed(not error):
@@ -296,7 +303,7 @@ class Fleet:
             await asyncio.sleep(min(FIRST_PROBE_S, self._settings.probe_s) if soon else self._settings.probe_s)
 
     async def _probe(self, worker: Worker) -> str:
-        """What is wrong with the worker; empty: nothing."""
+        """What is wrong with the worker; empty: nothing. Raises `OSError` when the fault is this machine's."""
         try:
             status, _ = await fetch(
                 worker.url, self._settings.health_path, self.authorization, self._settings.probe_timeout_s
@@ -307,17 +314,21 @@ class Fleet:
             worker.refused_connection = worker.health.up is not None
             return str(error)
         except (OSError, ValueError) as error:
+            if is_own_fault(error):
+                raise
             return str(error) or type(error).__name__
         return "" if status == 200 else f"{self._settings.health_path} answered {status}"
 
     async def _look(self, worker: Worker) -> str:
-        """Read the worker's model cards."""
+        """Read the worker's model cards; what is wrong with them, or `OSError`, as `_probe`."""
         try:
             status, body = await fetch(worker.url, "/v1/models", self.authorization, self._settings.probe_timeout_s)
             if status != 200:
                 return f"/v1/models answered {status}"
             cards = read_cards(body)
         except (OSError, TimeoutError, ValueError) as error:
+            if is_own_fault(error):
+                raise
             return str(error) or type(error).__name__
         if cards != worker.cards:
             worker.cards = cards

@@ -20,6 +20,7 @@ from cygnet.router.prompt import KeySettings, Prompt, read_prompt
 from cygnet.router.queue import AdmissionQueue
 from cygnet.router.runtime.admin import Admin
 from cygnet.router.runtime.client import ClientConnection
+from cygnet.router.runtime.descriptors import room_for_callers
 from cygnet.router.runtime.exchange import Exchange
 from cygnet.router.runtime.fleet import Fleet, Worker
 from cygnet.router.runtime.followers import Followers
@@ -30,7 +31,7 @@ from cygnet.router.state import Decision, Lease, NoRoom, Placed, RouteRequest, S
 from cygnet.router.view import Member
 
 NS = 1_000_000_000
-PUMPED = 4
+PUMPED = 16
 """Waiting requests that are tried when room may have come: one that does not fit must not hold up all others."""
 KEPT_PLANS = 64
 MAX_REQUEST_ID = 128
@@ -51,6 +52,7 @@ class Proxy:
         self.config = config
         self.tracing = tracing
         self.settings = config.server
+        self._most_connections = room_for_callers(config.server.max_connections)
         self.state = state
         self.fleet = fleet
         self.recorder = Recorder(names.RECORDED)
@@ -113,7 +115,7 @@ class Proxy:
 
     def admit(self, connection: ClientConnection) -> bool:
         self.connections.add(connection)
-        return len(self.connections) <= self.settings.max_connections
+        return len(self.connections) <= self._most_connections
 
     def gone(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
@@ -234,7 +236,9 @@ class Proxy:
             self._plans[id(members)] = (members, plan)
         return plan
 
-    def _request(self, exchange: Exchange, members: tuple[Member, ...]) -> RouteRequest:
+    def _request(
+        self, exchange: Exchange, members: tuple[Member, ...], *, waited_s: float = 0.0, look: bool = False
+    ) -> RouteRequest:
         prompt = exchange.prompt
         plan = self._plan(exchange, members)
         known, known_blocks = self.followers.known(prompt, plan.candidates, self.fleet.urls_by_slot)
@@ -247,6 +251,9 @@ class Proxy:
             self._random.random(),
             known,
             known_blocks,
+            int(waited_s * self.config.queue.ageing_tokens_per_s),
+            waited_s >= self.config.queue.late_s,
+            look,
         )
 
     def place(self, exchange: Exchange) -> None:
@@ -255,18 +262,21 @@ class Proxy:
         if not members:
             self._refuse(exchange)
             return
+        # Where others wait, their order decides, not who happens to come when there is room. A retry has had its turn.
+        behind = not exchange.attempts and bool(self._queues.get(exchange.prompt.model))
 
         def then(result: Decision | NoRoom) -> None:
             if isinstance(result, Decision):
                 exchange.placed(result)
             else:
                 exchange.no_room(result)
+                if behind:
+                    self.pump()
 
-        self._route(exchange, members, then)
+        self._route(exchange, self._request(exchange, members, look=behind), then)
 
-    def _route(self, exchange: Exchange, members: tuple[Member, ...], then: Placed) -> None:
+    def _route(self, exchange: Exchange, request: RouteRequest, then: Placed) -> None:
         """Ask the state."""
-        request = self._request(exchange, members)
         trace = exchange.trace
         if trace is None:
             self.state.route(request, then)
@@ -321,6 +331,7 @@ class Proxy:
                 int(settings.max_wait_s * NS),
                 settings.ageing_tokens_per_s,
                 settings.priority_tokens,
+                int(settings.late_s * NS),
             )
         if exchange.lease_id in queue:
             return
@@ -346,15 +357,18 @@ class Proxy:
 
     def _pump(self) -> None:
         self._pumping = False
+        now = self.loop.time()
         for queue in list(self._queues.values()):
-            for waiting in queue.next_ones(PUMPED):
+            for waiting in queue.next_ones(PUMPED, self.now()):
                 exchange = self.exchanges.get(waiting.request_id)
                 if exchange is None or exchange.lease_id in self._trying:
                     continue
                 members = self._members(exchange)
                 if members:
                     self._trying.add(exchange.lease_id)
-                    self._route(exchange, members, partial(self._tried, exchange))
+                    waited_s = now - self._queued_at[exchange.lease_id]
+                    request = self._request(exchange, members, waited_s=waited_s)
+                    self._route(exchange, request, partial(self._tried, exchange))
 
     def _tried(self, exchange: Exchange, result: Decision | NoRoom) -> None:
         """What came of trying a request that waits."""

@@ -121,6 +121,9 @@ class RedisState:
                 TAIL,
                 request.known,
                 request.known_blocks,
+                request.waited,
+                request.late,
+                request.look,
             )
         )
         args = (self._prefix, request.request_id, request.chain, self._packed(request.plan), numbers)
@@ -164,13 +167,16 @@ class RedisState:
         return packed
 
     def _place_alone(self, request: RouteRequest) -> Decision | NoRoom:
+        if request.look:
+            return NoRoom(0)
         plan = request.plan
         key = request.chain[:KEY_BYTES] or request.request_id.encode()
         order = {name: rank for rank, name in enumerate(ranked(key, (str(c.slot) for c in plan.candidates)))}
         candidates = tuple(replace(c, bonus=1.0 / (1 << min(order[str(c.slot)], 30))) for c in plan.candidates)
         loads = [self._known_loads.get(c.slot, 0) + self._own.load(c.slot) for c in candidates]
         alone = replace(plan, candidates=candidates, match_weight=0.0)
-        choice = choose(alone, request.tokens, [0] * len(loads), loads, request.chance)
+        nothing = [0] * len(loads)
+        choice = choose(alone, request.tokens, nothing, loads, request.chance, request.waited, request.late)
         if choice is None:
             return NoRoom(0)
         cost = request.tokens + plan.request_tokens
@@ -298,6 +304,7 @@ class RedisState:
 
     async def loads(self) -> dict[int, int]:
         self._flush()
+        self._lease.call(self.pipe, (self._prefix, _pack(((), (), (), self._lease_ms))), lambda reply: None)
         reply = await self.pipe.ask((b"HGETALL", self._prefix + b"load"))
         if isinstance(reply, list):
             reply = dict(zip(reply[::2], reply[1::2], strict=True))

@@ -7,10 +7,12 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from cygnet.router.runtime.descriptors import is_own_fault
 from cygnet.router.runtime.wire import Headers, ResponseHead
 
 MAX_HEAD_BYTES = 256 << 10
 MAX_IDLE = 256
+OWN_FAULT = "own"
 
 
 class Receiver(Protocol):
@@ -27,7 +29,8 @@ class Receiver(Protocol):
     def complete(self) -> None: ...
 
     def lost(self, kind: str, stale: bool) -> None:
-        """The answer will not come, or not go on. `kind`: refused (nobody listens), connect, reset, garbage.
+        """The answer will not come, or not go on. `kind`: refused (nobody listens), connect, reset, garbage; or
+        `OWN_FAULT`, for which the worker is not to blame.
 
         `stale`: the connection had served before and was closed without a byte, as workers do with idle ones.
         """
@@ -224,7 +227,10 @@ class WorkerPool:
                 )
         except (OSError, TimeoutError) as error:
             del self._connecting[receiver]
-            receiver.lost("refused" if isinstance(error, ConnectionRefusedError) else "connect", False)
+            if is_own_fault(error):
+                receiver.lost(OWN_FAULT, False)
+            else:
+                receiver.lost("refused" if isinstance(error, ConnectionRefusedError) else "connect", False)
             return
         except asyncio.CancelledError:
             self._connecting.pop(receiver, None)

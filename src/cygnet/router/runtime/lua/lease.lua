@@ -1,5 +1,6 @@
 -- Settle, release and renew leases. ARGV: prefix, msgpack of {ids to release, [id, cost] to settle, [id, slot, cost] to
--- renew, lease in ms}. What has ended before is left alone, what was lost is entered again.
+-- renew, lease in ms}. What has ended before is left alone, what was lost is entered again. With a lease time, leases
+-- that have run out are taken back too: those of routers that died, also when no request comes.
 local pre = ARGV[1]
 local work = cmsgpack.unpack(ARGV[2])
 local call = redis.call
@@ -24,9 +25,10 @@ for _, id in ipairs(work[1]) do
     add(slot, -cost)
   end
 end
-if #work[3] > 0 then
+if work[4] > 0 then
   local time = call('TIME')
-  local expiry = time[1] * 1000 + math.floor(time[2] / 1000) + work[4]
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  local expiry = now + work[4]
   for _, item in ipairs(work[3]) do
     if call('GETBIT', pre .. 'live', item[2]) == 1 then
       local held = call('HGET', held_key, item[1])
@@ -36,6 +38,15 @@ if #work[3] > 0 then
       end
       call('ZADD', lease_key, expiry, item[1])
     end
+  end
+  for _, id in ipairs(call('ZRANGEBYSCORE', lease_key, '-inf', now, 'LIMIT', 0, 1024)) do
+    local held = call('HGET', held_key, id)
+    if held then
+      local slot, cost = string.match(held, '^(%d+)|(%d+)$')
+      call('HDEL', held_key, id)
+      add(slot, -cost)
+    end
+    call('ZREM', lease_key, id)
   end
 end
 return 1

@@ -8,7 +8,7 @@ local slots, bonus, low, high = plan[1], plan[2], plan[3], plan[4]
 local match_weight, load_weight, floor_, budget = plan[5], plan[6], plan[7], plan[8]
 local request_tokens, by_total, spill = plan[9], plan[10], plan[11]
 local tokens, block_tokens, chance, ttl, lease, max_blocks, tail = num[1], num[2], num[3], num[4], num[5], num[6], num[7]
-local known, known_blocks = num[8], num[9]
+local known, known_blocks, waited, is_late, look = num[8], num[9], num[10], num[11], num[12]
 local call, sub, byte, floor, min, max = redis.call, string.sub, string.byte, math.floor, math.min, math.max
 local band, rshift = bit.band, bit.rshift
 local time = call('TIME')
@@ -80,6 +80,7 @@ for k = 1, count do
   if told < 0 or match[k] > known_blocks then told = min(match[k] * block_tokens, tokens) end
   spared[k], best_match = told, max(best_match, told)
 end
+if look then return {0, best_match, 0, 0} end
 
 -- Choice.
 local loads, total_load = call('HMGET', loads_key, unpack(slots)), 0
@@ -87,15 +88,21 @@ for k = 1, count do loads[k] = tonumber(loads[k] or 0) or 0; total_load = total_
 local total = max(tokens, 1)
 local norm = max(total_load / count, total, floor_)
 local best, best_tier, best_score = {}, 2, 0
+local idle = floor(budget / 8)
+local enough, holder, aged_holder = is_late and budget or idle, -math.huge, -math.huge
 for k = 1, count do
   local matched = spared[k]
   local uncached, load = tokens - matched, loads[k]
-  if budget == 0 or load * 8 <= budget or load + uncached <= budget then
-    local fraction = matched / total
-    local size = by_total and tokens or uncached
-    local fits = size < high[k] and (size >= low[k] or (not by_total and fraction >= 0.5))
-    if fits or spill then
-      local score = bonus[k] + match_weight * fraction - load_weight * (load / norm)
+  local fraction = matched / total
+  local size = by_total and tokens or uncached
+  local fits = size < high[k] and (size >= low[k] or (not by_total and fraction >= 0.5))
+  if fits or spill then
+    local score = bonus[k] + match_weight * fraction - load_weight * (load / norm)
+    if budget > 0 and load > enough and load + uncached > budget then
+      if fits and load_weight ~= 0 and score > holder then
+        holder, aged_holder = score, score - load_weight * (waited / norm)
+      end
+    else
       local tier = fits and 0 or 1
       if tier < best_tier or (tier == best_tier and score > best_score) then
         best, best_tier, best_score = {k}, tier, score
@@ -107,6 +114,7 @@ for k = 1, count do
 end
 if #best == 0 then return {0, best_match, 0, 0} end
 local place = best[floor(chance * #best) + 1]
+if holder > best_score and (aged_holder > best_score or loads[place] > idle) then return {0, best_match, 0, 0} end
 local slot, matched = slots[place], match[place]
 local cost = tokens - spared[place] + request_tokens
 
