@@ -71,13 +71,8 @@ class Server:
         self.options = options
         if options.token and not options.token.isascii():
             raise ConfigError("the gcache token must be ASCII")
-        if options.cluster is not None and options.resp_port is not None:
-            raise ConfigError("a gcache server in a cluster serves no Redis clients: they know no owners of keys")
-        if options.cluster is not None and options.cluster.fenced and options.cluster.grace_s <= options.cluster.ttl_s:
-            raise ConfigError(
-                f"a fenced gcache server needs a grace of more than {options.cluster.ttl_s} s, not "
-                f"{options.cluster.grace_s:g} s: it would refuse between two signs of life; raise --grace"
-            )
+        if options.cluster is not None:
+            _check_cluster(options.cluster, options)
         self._tcp = _listen(options.host, options.port)
         self.port: int = self._tcp.getsockname()[1]
         try:
@@ -256,6 +251,17 @@ class Server:
         finally:
             with self._lock:
                 del self._connections[owner]
+
+
+def _check_cluster(cluster: ClusterOptions, options: ServerOptions) -> None:
+    """Raises `ConfigError` for what can't work in a cluster."""
+    if options.resp_port is not None:
+        raise ConfigError("a gcache server in a cluster serves no Redis clients: they know no owners of keys")
+    if cluster.fenced and cluster.grace_s <= cluster.ttl_s:
+        raise ConfigError(
+            f"a fenced gcache server needs a grace of more than {cluster.ttl_s} s, not {cluster.grace_s:g} s: it would "
+            "refuse between two signs of life; raise --grace"
+        )
 
 
 def _cluster(options: ClusterOptions, name: str, folder: Path) -> Cluster:
