@@ -52,7 +52,7 @@ class Load:
     """In tokens as the bench estimates them, 4 bytes each."""
 
 
-FULL = Load(sessions=20, turns=4, max_input=4000)
+FULL = Load(sessions=16, turns=4, max_input=3000)
 QUICK = Load(sessions=5, turns=2, max_input=2000)
 
 
@@ -144,7 +144,7 @@ def run_trace(options: argparse.Namespace, folder: Path) -> int:
     print(f"{'':<16}{'TTFT p50':>10}{'mean':>9}{'p90 ms':>9}{'cached':>9}{'req/s':>8}{'tok/s':>9}{'seconds':>9}")
     results: dict[str, dict[str, Any]] = {}
     for name, settings in servers(size, device, folder / "store", quick=options.quick).items():
-        settings = {**settings, "engine.max_num_batched_tokens": CHUNK, "model.dtype": "bfloat16"}
+        settings = {**settings, "engine.max_num_batched_tokens": CHUNK, "kv.dtype": "bfloat16"}
         sets = [f"{key}={value}" for key, value in settings.items()]
         with ChildServer("gemma3-270m", sets) as server:
             report = results[name] = bench(server.url, options.trace.resolve(), load, folder / "bench.json")

@@ -43,6 +43,23 @@ async def test_a_flood_of_trailers_is_refused() -> None:
         assert not worker.received
 
 
+@pytest.mark.parametrize("beside", [b"0\r\nX: ", b"2;x="], ids=["trailer", "extension"])
+async def test_what_never_ends_beside_a_body_is_refused(beside: bytes) -> None:
+    """The parser tells of a trailer once it is whole, and keeps it until then."""
+    async with MockWorker() as worker, routing([worker]) as router, Client(router.port) as client:
+        client.writer.write(CHUNKED + b"2\r\n{}\r\n" + beside)
+        for _ in range(100):
+            client.writer.write(b"x" * 4096)
+        assert (await client.answer()).status == 431
+        assert not worker.received
+
+
+async def test_a_worker_whose_trailer_never_ends_is_let_go() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX: " + b"x" * (1 << 20)
+    async with MockWorker(behaviour=raw(answer, close=False)) as worker, routing([worker]) as router:
+        assert not (await ask(router, chat())).whole
+
+
 async def test_a_workers_trailers_are_dropped() -> None:
     trailers = b"".join(b"T%d: %s\r\n" % (number, b"x" * 100) for number in range(5000))
     answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n" + trailers + b"\r\n"

@@ -146,6 +146,24 @@ TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, deadline=None)
 
 
+def test_many_for_whom_there_is_no_room_hide_nobody() -> None:
+    waiting = queue()
+    for number in range(60):
+        waiting.add(f"{number}", number, number)
+    assert [one.request_id for one in waiting.to_try(60)] == [f"{number}" for number in range(60)]
+    seen: set[str] = set()
+    for _ in range(7):
+        tried = [one.request_id for one in waiting.to_try(16)]
+        assert tried[:8] == [f"{number}" for number in range(8)]
+        assert len(set(tried)) == 16
+        seen.update(tried)
+    assert len(seen) == 60
+    for name in list(seen)[:50]:
+        waiting.remove(name)
+    assert len(waiting.to_try(4)) == 4
+    assert waiting.audit() == []
+
+
 def test_heaps_stay_small_under_churn() -> None:
     waiting = queue()
     for turn in range(10_000):

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 from uuid import uuid4
@@ -89,6 +90,13 @@ async def test_killed_redis_costs_no_request_and_little_time(own_redis: RedisPro
         assert median(seconds for _, seconds in decisions) < 0.02
         assert {decision.slot for decision, _ in decisions} == set(slots)
         assert not any(decision.shared for decision, _ in decisions[1:])
+        state = fix.state
+        assert isinstance(state, RedisState)
+        state._known_loads = dict.fromkeys(slots, 1 << 40)
+        tight = replace(plan_for(slots), budget=1 << 30)
+        assert isinstance(await fix.route([9] * 10, tight), NoRoom)
+        state._heard_at -= 6  # loads that nobody lowers any more keep no request from a worker
+        assert isinstance(await fix.route([9] * 10, tight), Decision)
         with pytest.raises(StateUnavailableError):
             await fix.state.join(WorkerRecord(url="http://new:1"))
 
@@ -234,6 +242,8 @@ async def test_what_one_router_has_learned_all_hear(shared_redis: RedisProcess) 
         assert await all_taught(ours) == {b"new": b"block"}
         other_version = f"XADD {{{name}}}:learned * by them of nonsense"
         shared_redis.command(other_version)
+        foreign = (b"XADD", theirs.state._prefix + b"learned", b"*", b"of", b"another version")
+        assert not isinstance(await theirs.state.pipe.ask(foreign), Exception)
         ours.state.teach({b"last": b"block"})
         assert await all_taught(theirs) == {b"last": b"block"}
         async with opened(shared_redis, namespace=name) as late:

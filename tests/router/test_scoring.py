@@ -237,6 +237,16 @@ def test_a_pair_is_whole_or_not_at_all() -> None:
     assert choose_pair(full, decode, 1000, 0.0) is None
 
 
+def test_a_pair_does_not_wait_for_a_prefix_for_ever() -> None:
+    plan = plan_of("cache_aware", members=MEMBERS[:2])
+    assert plan is not None
+    holder_is_full = Pool(replace(plan, budget=1000), [900, 0], [5000, 0])
+    decode = Pool(plan_of("least_loaded", members=MEMBERS[4:6]), [0, 0], [500, 100])
+    assert choose_pair(holder_is_full, decode, 1000, 0.0) is None
+    waited = choose_pair(holder_is_full, decode, 1000, 0.0, waited=100_000, late=True)
+    assert waited == Pair(prefill=1, decode=5, matched_tokens=0)
+
+
 def test_equal_media_meet_at_one_encoder_within_bounds() -> None:
     loads = dict.fromkeys((f"http://e{i}:1" for i in range(4)), 0)
     first = choose_encoder(b"cat.png", loads, 10)

@@ -153,6 +153,8 @@ async def test_spans_reach_a_collector() -> None:
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="user or password"):
+        resolve(sets=["tracing.otlp_endpoint=http://user:secret@127.0.0.1:1/v1/traces"])
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"cygnet\[otel\]"):
         start_tracing(TracingSettings(otlp_endpoint="http://127.0.0.1:1/v1/traces"))

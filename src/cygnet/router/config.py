@@ -212,6 +212,8 @@ def check(config: RouterConfig) -> None:
             re.compile(config.cache.volatile_header)
         except re.error as error:
             raise ConfigError(f"cache.volatile_header is not a regular expression: {error}") from None
+    if "@" in urlsplit(config.tracing.otlp_endpoint).netloc:
+        raise ConfigError("tracing.otlp_endpoint must not carry a user or password: it is shown and logged")
     if config.tracing.otlp_endpoint and urlsplit(config.tracing.otlp_endpoint).scheme not in ("http", "https"):
         raise ConfigError("tracing.otlp_endpoint must begin with http:// or https://")
     if config.redis.url and urlsplit(config.redis.url).scheme not in ("redis", "unix"):

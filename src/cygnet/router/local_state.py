@@ -74,11 +74,15 @@ class LocalState:
             ]
         return Weighed(matched, [self._ledger.load(slot) for slot in slots], depths)
 
-    def take(self, request: RouteRequest, weighed: Weighed, place: int, *, spilled: bool = False) -> Decision:
-        """Give the request to the candidate that was chosen by what was weighed just before."""
+    def take(
+        self, request: RouteRequest, weighed: Weighed, place: int, *, spilled: bool = False, whole: bool = False
+    ) -> Decision:
+        """Give the request to the candidate that was chosen by what was weighed just before. With `whole` it costs all
+        of its tokens, whatever of them is there: on a worker that decodes all of them take room."""
         now = self._clock()
         slot = request.plan.candidates[place].slot
-        cost = request.tokens - weighed.matched[place] + request.plan.request_tokens
+        spared = 0 if whole else weighed.matched[place]
+        cost = request.tokens - spared + request.plan.request_tokens
         live = self._slots.live
         if live >> slot & 1:
             self._ledger.hold(request.request_id, slot, cost, now + self._lease_ns)

@@ -26,25 +26,29 @@ class Pair:
     prefill: int
     decode: int
     matched_tokens: int
+    spilled: bool = False
+    """The prefill worker is not of the prompt's length bucket."""
 
 
-def choose_pair(prefill: Pool, decode: Pool, tokens: int, chance: float) -> Pair | None:
+def choose_pair(
+    prefill: Pool, decode: Pool, tokens: int, chance: float, waited: int = 0, late: bool = False
+) -> Pair | None:
     """Both sides or neither: half a pair would leave the other half waiting for KV that nobody computes.
 
-    The two pools have indexes of their own: what a prefill worker holds says nothing about a decode worker.
+    The two pools have indexes of their own: what a prefill worker holds says nothing about a decode worker. `waited`
+    and `late` are as in `choose`; only the prefill side has prefixes worth waiting for.
     """
-    chosen = []
-    for pool in (prefill, decode):
-        if pool.plan is None or not pool.plan.candidates:
-            return None
-        choice = choose(pool.plan, tokens, pool.matched, pool.loads, chance)
-        if choice is None:
-            return None
-        chosen.append(choice.place)
-    assert prefill.plan is not None
-    assert decode.plan is not None
+    if prefill.plan is None or decode.plan is None or not prefill.plan.candidates or not decode.plan.candidates:
+        return None
+    first = choose(prefill.plan, tokens, prefill.matched, prefill.loads, chance, waited, late)
+    second = choose(decode.plan, tokens, decode.matched, decode.loads, chance)
+    if first is None or second is None:
+        return None
     return Pair(
-        prefill.plan.candidates[chosen[0]].slot, decode.plan.candidates[chosen[1]].slot, prefill.matched[chosen[0]]
+        prefill.plan.candidates[first.place].slot,
+        decode.plan.candidates[second.place].slot,
+        prefill.matched[first.place],
+        first.spilled,
     )
 
 

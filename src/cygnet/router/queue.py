@@ -1,5 +1,6 @@
 """Requests that wait because every worker is at its budget: fewest uncached tokens first, with ageing."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nsmallest
 
@@ -49,6 +50,8 @@ class AdmissionQueue:
         self._by_arrival: list[tuple[int, int, str]] = []
         self._added: dict[str, int] = {}
         self._count = 0
+        self._turn = 0
+        """Number of arrival of the last request that was tried out of order."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -87,6 +90,23 @@ class AdmissionQueue:
         names = {waiting.request_id for waiting in late}
         current = (e for e in self._by_order if e[2] not in names and self._is_current(e[2], e[1]))
         return late + [self._waiting[request_id] for _, _, request_id in nsmallest(limit, current)]
+
+    def to_try(self, limit: int, now: int = 0) -> list[Waiting]:
+        """Who is tried for a place, up to `limit`: for half of them those that are next, then the others in turn.
+
+        There may be room for one and not for another (length buckets, the holder of a prefix), so many for whom there
+        is none must not hide those for whom there is. O(n).
+        """
+        if len(self._waiting) <= limit:
+            return self.next_ones(limit, now)
+        head = self.next_ones(limit - limit // 2, now)
+        names = {waiting.request_id for waiting in head}
+        others = [request_id for request_id in self._waiting if request_id not in names]  # in order of arrival
+        start = bisect_right(others, self._turn, key=self._added.__getitem__)
+        some = (others[start:] + others[:start])[: limit // 2]
+        if some:
+            self._turn = self._added[some[-1]]
+        return head + [self._waiting[request_id] for request_id in some]
 
     def remove(self, request_id: str) -> bool:
         """Take out: dispatched or given up. `False` if it does not wait. O(1); its heap entries go later."""

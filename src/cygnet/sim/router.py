@@ -32,6 +32,8 @@ LEASE_NS = 1 << 60
 """Leases don't expire: no router dies."""
 PUMPED = 16
 """Waiting requests that are tried when there may be room."""
+TICK_NS = 100_000_000
+"""Between such tries, where nothing happens."""
 
 T = TypeVar("T")
 Placed = Callable[[str, int, int], None]
@@ -171,6 +173,7 @@ class SimRouter:
         self._random = Random(seed)
         self._turn = 0
         self._asked: dict[str, _Asked] = {}
+        self._ticking = False
         self.num_queued = self.num_spilled = 0
         self._records = [WorkerRecord(f"http://worker-{index}:8000", group) for index, group in enumerate(groups)]
         self._members: dict[int, Member] = {}
@@ -206,6 +209,7 @@ class SimRouter:
             self.num_queued += 1
             self._asked[request_id] = asked
             self._loop.at(self._loop.now_ns + self.queue.max_wait_ns, Priority.TURN, self._give_up)
+            self._tick_soon()
             if behind:
                 self._pump()
 
@@ -241,11 +245,13 @@ class SimRouter:
             Pool(decode.plan, free.matched, free.loads),
             prefill.tokens,
             prefill.chance,
+            prefill.waited,
+            prefill.late,
         )
         if pair is None:
             return max(found.matched)
-        first = self.state.take(prefill, found, _place(prefill, pair.prefill))
-        second = self.decode_state.take(decode, free, _place(decode, pair.decode))
+        first = self.state.take(prefill, found, _place(prefill, pair.prefill), spilled=pair.spilled)
+        second = self.decode_state.take(decode, free, _place(decode, pair.decode), whole=True)
         self._send(prefill.request_id, first, self._decoder_of[second.slot])
         return None
 
@@ -267,12 +273,23 @@ class SimRouter:
             self.decode_state.release(request_id)
         self._pump()
 
+    def _tick_soon(self) -> None:
+        """Have those who wait tried again soon, whatever happens: what is worth waiting for depends on the time."""
+        if not self._ticking and self.queue:
+            self._ticking = True
+            self._loop.at(self._loop.now_ns + TICK_NS, Priority.TURN, self._tick)
+
+    def _tick(self, now_ns: int) -> None:
+        self._ticking = False
+        self._pump()
+        self._tick_soon()
+
     def _pump(self) -> None:
         """Place those who wait, in order, as far as there is room."""
         if not self._members:
             return
         now_ns = self._loop.now_ns
-        for waiting in self.queue.next_ones(PUMPED, now_ns):
+        for waiting in self.queue.to_try(PUMPED, now_ns):
             before, _, session = self._asked[waiting.request_id]
             asked = self._ask(waiting.request_id, before.chain, before.tokens, session)  # members may be others now
             waited = (now_ns - waiting.arrived_ns) * self._ageing // NS_PER_S

@@ -123,7 +123,9 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._discarding or self._refusal is not None:
             return
-        if self._in_head:
+        if not self._in_head:
+            self._beside_body += len(data)
+        else:
             self._head_bytes += len(data)
             if not self._started:
                 self._started = True
@@ -141,6 +143,8 @@ class ClientConnection(asyncio.Protocol):
             self._parser.feed_data(data)
             if self._in_head and self._head_bytes > self._gate.settings.max_head_bytes:
                 raise _Refuse(431, "request line and headers are too large")
+            if not self._in_head and self._beside_body > self._gate.settings.max_head_bytes:
+                raise _Refuse(431, "trailers are too large")
         except _Refuse as refusal:
             self._refuse(refusal)
         except httptools.HttpParserCallbackError as error:
@@ -219,6 +223,7 @@ class ClientConnection(asyncio.Protocol):
         self._started = False
         self._head_bytes = 0
         self._trailer_bytes = 0
+        self._beside_body = 0  # received since a byte of the body was: an unfinished trailer, a chunk's extensions
         self._target = b""
         self._headers: Headers = []
         self._length = 0
@@ -260,6 +265,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
+        self._beside_body = 0
         if self._buffered + len(data) > self._gate.settings.max_body_bytes:
             raise _Refuse(413, f"the body is larger than {self._gate.settings.max_body_bytes} bytes")
         if not self._gate.buffer(len(data)):

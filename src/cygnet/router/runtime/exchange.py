@@ -217,6 +217,8 @@ class Exchange:
         assert self.worker is not None
         if kind == OWN_FAULT:
             self.worker.health.refused()
+            if self.trace is not None:
+                self.trace.failed(kind)
             self.fail(503, "the router can make no connection now", "overloaded", retry_after_s=1)
             return
         self._proxy.worker_failed(self.worker, kind)

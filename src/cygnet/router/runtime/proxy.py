@@ -359,7 +359,7 @@ class Proxy:
         self._pumping = False
         now = self.loop.time()
         for queue in list(self._queues.values()):
-            for waiting in queue.next_ones(PUMPED, self.now()):
+            for waiting in queue.to_try(PUMPED, self.now()):
                 exchange = self.exchanges.get(waiting.request_id)
                 if exchange is None or exchange.lease_id in self._trying:
                     continue

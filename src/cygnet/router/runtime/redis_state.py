@@ -41,6 +41,8 @@ _json = msgspec.json.Encoder(order="deterministic").encode
 _read_lesson = msgspec.msgpack.Decoder(dict[bytes, bytes]).decode
 _read_record = msgspec.json.Decoder(WorkerRecord).decode
 
+KNOWN_S = 5.0
+"""How long the loads that Redis told last are gone by while it is away."""
 MAX_UNDELIVERED = 100_000
 """Releases kept for a Redis that is away, and entries learned. What exceeds it is left to the leases' expiry, or
 stays with this router.
@@ -94,6 +96,7 @@ class RedisState:
         self._flushing = False
         self._undelivered: dict[str, None] = {}
         self._known_loads: dict[int, int] = {}
+        self._heard_at = 0.0
         self._own = Ledger()  # requests that were placed without Redis
         self._name = token_bytes(8)
         self._last_lesson: bytes = b"0"
@@ -173,7 +176,9 @@ class RedisState:
         key = request.chain[:KEY_BYTES] or request.request_id.encode()
         order = {name: rank for rank, name in enumerate(ranked(key, (str(c.slot) for c in plan.candidates)))}
         candidates = tuple(replace(c, bonus=1.0 / (1 << min(order[str(c.slot)], 30))) for c in plan.candidates)
-        loads = [self._known_loads.get(c.slot, 0) + self._own.load(c.slot) for c in candidates]
+        # Loads that nobody lowers any more would keep requests from workers that have long been idle.
+        known = self._known_loads if self._loop.time() - self._heard_at < KNOWN_S else {}
+        loads = [known.get(c.slot, 0) + self._own.load(c.slot) for c in candidates]
         alone = replace(plan, candidates=candidates, match_weight=0.0)
         nothing = [0] * len(loads)
         choice = choose(alone, request.tokens, nothing, loads, request.chance, request.waited, request.late)
@@ -263,10 +268,11 @@ class RedisState:
             reply = await self.pipe.ask(ask)
             if not reply:
                 break
-            for name, (_, by, _, learned) in reply[0][1]:
+            for name, fields in reply[0][1]:
                 self._last_lesson = name
-                if by != self._name:
-                    with suppress(msgspec.DecodeError):  # a router of another version
+                with suppress(ValueError, msgspec.DecodeError):  # a router of another version
+                    _, by, _, learned = fields
+                    if by != self._name:
                         found.update(_read_lesson(learned))
         return found
 
@@ -309,6 +315,7 @@ class RedisState:
         if isinstance(reply, list):
             reply = dict(zip(reply[::2], reply[1::2], strict=True))
         self._known_loads = {int(slot): int(load) for slot, load in reply.items()}
+        self._heard_at = self._loop.time()
         return dict(self._known_loads)
 
     async def aclose(self) -> None:

@@ -9,6 +9,8 @@ A caller's `traceparent` is continued, and with it the caller's word on whether 
 """
 
 import asyncio
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -20,6 +22,10 @@ from cygnet.router.state import Decision
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
+
+
+FLUSH_S = 5.0
+"""Longest wait at the end for spans to be sent."""
 
 
 class Tracing:
@@ -39,8 +45,17 @@ class Tracing:
         return Trace(self, request, request_id)
 
     async def aclose(self) -> None:
-        """Send what is still to be sent; off the loop, for it waits for a collector."""
-        await asyncio.to_thread(self._provider.shutdown)
+        """Send what is still to be sent, for `FLUSH_S` at most: a collector that is away does not keep a router."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=shut_down, name="tracing-flush", daemon=True).start()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), FLUSH_S)
 
 
 class Trace:

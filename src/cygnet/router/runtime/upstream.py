@@ -55,6 +55,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self._head_bytes = 0
         self._in_head = True
+        self._beside_body = 0  # received since a byte of the body was: an unfinished trailer, a chunk's extensions
         self._is_complete = False
         self._keep_alive = False
         self._until_close = False
@@ -114,6 +115,8 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if self._in_head:
             self._head_bytes += len(data)
+        else:
+            self._beside_body += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError):
@@ -122,7 +125,7 @@ class UpstreamConnection(asyncio.Protocol):
                 receiver.lost("garbage", False)
                 return
             self._keep_alive = False  # the answer was whole and what followed it was not
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if (self._head_bytes if self._in_head else self._beside_body) > MAX_HEAD_BYTES:
             self.abort()
             receiver.lost("garbage", False)
             return
@@ -154,8 +157,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers are left out
+        if self._in_head:
             self._headers.append((name.lower(), name, value))
+        else:  # a trailer, which is left out
+            self._beside_body = 0
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -181,6 +186,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = ResponseHead(status, self._reason, self._headers, length)
 
     def on_body(self, data: bytes) -> None:
+        self._beside_body = 0
         if not self._is_complete:
             self._pieces.append(data)
 
