@@ -32,7 +32,7 @@ class RouteRequest(Struct, frozen=True, gc=False):
     waited: int = 0
     """Tokens that its wait in the queue makes up for."""
     late: bool = False
-    """It has waited so long that it goes to the first worker below its budget."""
+    """It has waited so long that a worker below its budget has room for it, however long it is."""
     look: bool = False
     """Only find the match: others wait, and their order decides who is placed. Answered with `NoRoom`."""
 
