@@ -16,6 +16,7 @@
 #define HOLDS 252u
 #define ALIVE_NS 2000000000u /* a server that has not been alive for so long may have been given up: it is asked */
 #define NONE UINT64_MAX
+#define SENDING UINT64_MAX /* end of a hold that the server has while it sends what is held */
 #define ANSWERS_ALL (UINT64_MAX - 1)
 
 typedef struct {
@@ -52,6 +53,8 @@ typedef struct {
     uint64_t num_blocks, lease_ns;
     uint64_t in_use[HOLDS];   /* bytes held by each hold of a client; under the interpreter's lock */
     uint8_t taken[HOLDS];
+    int damaged; /* the buckets, which are the server's alone to write */
+    int ended; /* a client's use of it, and of its block; under the interpreter's lock */
 } Table;
 
 typedef struct {
