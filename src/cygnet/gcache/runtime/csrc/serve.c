@@ -165,9 +165,11 @@ PyObject *table_serve(PyObject *self, PyObject *args) {
     Answerer a = {table, &table->blocks[number], fd, timeout_ms, metas, parts, 4096};
     size_t from = (size_t)begin, to = (size_t)end;
     int done;
+    if (table->serving) table->serving[number] = 1;
     Py_BEGIN_ALLOW_THREADS
     done = answer_all(&a, buffer.buf, (size_t)buffer.len, &from, &to);
     Py_END_ALLOW_THREADS
+    if (table->serving) table->serving[number] = 0;
     PyMem_RawFree(parts);
     free(a.metas);
     PyBuffer_Release(&buffer);

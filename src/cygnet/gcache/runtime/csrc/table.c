@@ -74,6 +74,7 @@ int answers(const Table *table, uint64_t epoch) {
 /* Slots that are held: calls `each` until it says 1. `sent`: those too that the server itself holds while it sends. */
 static int each_held(const Table *table, uint64_t now, int sent, int (*each)(void *, uint64_t), void *context) {
     uint64_t blocks = __atomic_load_n(&table->head->top_block, __ATOMIC_ACQUIRE);
+    uint64_t latest = table->lease_ns < UINT64_MAX - now ? now + table->lease_ns : UINT64_MAX - 1;
     if (blocks > table->num_blocks) blocks = table->num_blocks;
     for (uint64_t i = 0; i < blocks; i++) {
         Block *block = &table->blocks[i];
@@ -83,7 +84,9 @@ static int each_held(const Table *table, uint64_t now, int sent, int (*each)(voi
             uint64_t slot = __atomic_load_n(&block->holds[j].slot, __ATOMIC_ACQUIRE);
             if (slot == 0 || slot > table->num_slots) continue;
             uint64_t until_ns = __atomic_load_n(&block->holds[j].until_ns, RELAXED);
-            if (until_ns <= now || (until_ns == SENDING && !sent)) continue;
+            if (until_ns <= now) continue;
+            /* A client may not hold anything for longer than its lease: such an end is none. */
+            if (until_ns > latest && !(sent && until_ns == SENDING && table->serving && table->serving[i])) continue;
             if (each(context, slot - 1)) return 1;
         }
     }
@@ -151,6 +154,10 @@ static int table_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     uint64_t marks_at = 4096 + table->num_blocks * BLOCK_BYTES;
     uint64_t buckets_at = marks_at + round_up(table->num_slots, 4096);
     if (buckets_at + 8 * buckets > index_bytes) goto refuse;
+    if (writable && (table->serving = PyMem_RawCalloc(table->num_blocks + 1, 1)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
     table->mask = buckets - 1;
     table->blocks = (Block *)((uint8_t *)table->head + 4096);
     table->marks = (uint8_t *)table->head + marks_at;
@@ -165,6 +172,7 @@ static void table_dealloc(PyObject *self) {
     Table *table = (Table *)self;
     if (table->arena_buffer.obj != NULL) PyBuffer_Release(&table->arena_buffer);
     if (table->index_buffer.obj != NULL) PyBuffer_Release(&table->index_buffer);
+    PyMem_RawFree(table->serving);
     Py_TYPE(self)->tp_free(self);
 }
 

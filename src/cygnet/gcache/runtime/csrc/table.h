@@ -47,6 +47,7 @@ typedef struct {
     IndexHead *head;
     Block *blocks;
     uint8_t *marks;
+    uint8_t *serving; /* of the server: blocks whose holds are its own; under the interpreter's lock */
     uint64_t *buckets;
     uint64_t num_slots, data_at, num_granules;
     uint64_t mask; /* buckets less one */
