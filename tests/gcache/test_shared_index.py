@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from struct import Struct
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cygnet.gcache.arena import Arena, Entry
 from cygnet.gcache.limits import Limits
+from cygnet.gcache.protocol import Op, Want, pack_request, pack_wants
 from cygnet.gcache.record import PAGE, checksums
 from cygnet.gcache.runtime import channel
 from cygnet.gcache.runtime.attached import Attached, attach
@@ -31,7 +33,7 @@ from cygnet.gcache.runtime.shared_index import NO_EPOCH, IndexHead, SharedIndex,
 from cygnet.gcache.runtime.shared_memory import SharedMemory, open_shared_memory
 from cygnet.gcache.runtime.views import StaleViewError, View
 from cygnet.kv.store import Outcome
-from support.gcache import MIB, client, key, server, server_process
+from support.gcache import MIB, answer, client, key, raw, server, server_process, wait_until
 
 pytestmark = pytest.mark.skipif(compiled_core() is None, reason="the compiled core is not built")
 
@@ -271,6 +273,48 @@ def test_views_that_are_never_released_keep_others_from_none_for_longer_than_the
             for view in [*hoard, *views]:
                 view.release()
             assert index.table.totals()[2] == 0
+
+
+def test_a_client_holds_nothing_for_longer_than_its_lease_whatever_it_writes(tmp_path: Path) -> None:
+    shared = open_shared_memory(tmp_path / "arena", MIB, 32 << 10)
+    with small_index(shared) as index:
+        arena = Arena(index.memory)
+        entry = arena.begin(key(1), 5)
+        assert entry is not None
+        arena.value(entry)[:] = b"value"
+        arena.commit(entry, checksums(key(1), b"value"))
+        block = index.take_block()
+        assert block is not None
+        now_ns = time.monotonic_ns()
+        lease_ns = int(Limits().lease_s * 1e9)
+        with index.path.open("r+b") as mapped:
+            # A block's page: how many holds there are, seven words, and a hold's slot and end.
+            for until_ns, holds in ((now_ns + lease_ns, True), (now_ns + 100 * lease_ns, False), ((1 << 64) - 1, False)):
+                mapped.seek(PAGE + block * PAGE)
+                mapped.write(Struct("<10Q").pack(1, 0, 0, 0, 0, 0, 0, 0, entry.slot + 1, until_ns))
+                mapped.flush()
+                assert index.table.is_held(entry.slot) == holds
+                assert index.table.held() == [entry.slot] * holds
+                assert (index.table.totals()[2] > 0) == holds
+    shared.close()
+
+
+def test_what_is_being_sent_stays_in_place_for_as_long_as_that_takes() -> None:
+    value = os.urandom(12 * MIB)
+    with server(limits=Limits(lease_s=0.05)) as running, client(running.port) as sdk, raw(running) as sock:
+        index = running.service.index
+        assert index is not None
+        assert sdk.put(key(1), value) is Outcome.OK
+        sock.sendall(pack_request(Op.GET, 7, pack_wants([Want(key(1), len(value))]), count=1))
+        wait_until(lambda: index.table.held() != [], "the answer begins")
+        for number in range(20, 60):
+            sdk.put(key(number), bytes(MIB))
+        time.sleep(0.1)  # longer than a lease
+        assert len(index.table.held()) == 1
+        assert index.table.totals()[2] == 0, "that is no view"
+        assert answer(sock)[2] == value
+        wait_until(lambda: index.table.held() == [], "the answer ends")
+        assert running.cache.audit() == []
 
 
 def test_an_index_without_an_empty_bucket_is_given_up(tmp_path: Path) -> None:

@@ -56,15 +56,15 @@ class Attached:
 
     def close(self) -> None:
         """What is held is let go. The block is the server's again, and perhaps another's."""
-        self._table.end()
+        self.end()
         self._wire.close()
+
+    def end(self) -> None:
+        """Find and let go of nothing any more. The connection stays: in a child process it is the parent's."""
+        self._table.end()
 
     def _release(self, hold: int) -> None:
         self._table.release(self._block, hold)
-
-    def end(self) -> None:
-        """Find and let go of nothing any more, here: in a child process, whose parent goes on."""
-        self._table.end()
 
 
 _attached: "WeakSet[Attached]" = WeakSet()

@@ -107,7 +107,7 @@ static int answer_all(Answerer *a, uint8_t *buffer, size_t size, size_t *begin, 
             *end = have;
         }
         if (have < HEAD_BYTES) {
-            if (have) { /* what has begun must arrive in time; nothing may be idle for long */
+            if (have) { /* only who has begun nothing may be idle */
                 if (receive_all(a->fd, buffer + have, HEAD_BYTES - have, now_ms() + a->timeout_ms) != 1) return ENDED;
                 *end = HEAD_BYTES;
                 continue;

@@ -85,7 +85,8 @@ static int each_held(const Table *table, uint64_t now, int sent, int (*each)(voi
             if (slot == 0 || slot > table->num_slots) continue;
             uint64_t until_ns = __atomic_load_n(&block->holds[j].until_ns, RELAXED);
             if (until_ns <= now) continue;
-            /* A client may not hold anything for longer than its lease: such an end is none. */
+            /* No client may hold anything for longer than a lease from now; who took a hold later than `now` comes too
+             * late for a stamp that was dead before. */
             if (until_ns > latest && !(sent && until_ns == SENDING && table->serving && table->serving[i])) continue;
             if (each(context, slot - 1)) return 1;
         }
