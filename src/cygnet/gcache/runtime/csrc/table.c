@@ -74,7 +74,7 @@ int answers(const Table *table, uint64_t epoch) {
 /* Slots that are held: calls `each` until it says 1. `sent`: those too that the server itself holds while it sends. */
 static int each_held(const Table *table, uint64_t now, int sent, int (*each)(void *, uint64_t), void *context) {
     uint64_t blocks = __atomic_load_n(&table->head->top_block, __ATOMIC_ACQUIRE);
-    uint64_t latest = table->lease_ns < UINT64_MAX - now ? now + table->lease_ns : UINT64_MAX - 1;
+    uint64_t most = table->lease_ns < (uint64_t)1 << 62 ? table->lease_ns + ALIVE_NS : (uint64_t)1 << 62, latest = now + most;
     if (blocks > table->num_blocks) blocks = table->num_blocks;
     for (uint64_t i = 0; i < blocks; i++) {
         Block *block = &table->blocks[i];
@@ -85,8 +85,7 @@ static int each_held(const Table *table, uint64_t now, int sent, int (*each)(voi
             if (slot == 0 || slot > table->num_slots) continue;
             uint64_t until_ns = __atomic_load_n(&block->holds[j].until_ns, RELAXED);
             if (until_ns <= now) continue;
-            /* No client may hold anything for longer than a lease from now; who took a hold later than `now` comes too
-             * late for a stamp that was dead before. */
+            /* No client may hold anything for much longer than a lease: such an end is none. */
             if (until_ns > latest && !(sent && until_ns == SENDING && table->serving && table->serving[i])) continue;
             if (each(context, slot - 1)) return 1;
         }
