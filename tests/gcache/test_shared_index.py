@@ -289,7 +289,11 @@ def test_a_client_holds_nothing_for_longer_than_its_lease_whatever_it_writes(tmp
         lease_ns = int(Limits().lease_s * 1e9)
         with index.path.open("r+b") as mapped:
             # A block's page: how many holds there are, seven words, and a hold's slot and end.
-            for until_ns, holds in ((now_ns + lease_ns, True), (now_ns + 100 * lease_ns, False), ((1 << 64) - 1, False)):
+            for until_ns, holds in (
+                (now_ns + lease_ns, True),
+                (now_ns + 100 * lease_ns, False),
+                ((1 << 64) - 1, False),
+            ):
                 mapped.seek(PAGE + block * PAGE)
                 mapped.write(Struct("<10Q").pack(1, 0, 0, 0, 0, 0, 0, 0, entry.slot + 1, until_ns))
                 mapped.flush()
