@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cygnet.base.errors import ConfigError
-from cygnet.gcache.limits import MAX_BATCH, Limits
+from cygnet.gcache.limits import MAX_BATCH, MAX_EXPIRY_NS, Limits
 from cygnet.gcache.membership import Server as ClusterServer
 from cygnet.gcache.membership import joined
 from cygnet.gcache.protocol import (
@@ -196,6 +196,24 @@ def test_a_put_that_trickles_is_given_up() -> None:
         assert running.cache.arena.used_bytes == 0
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_a_head_that_has_begun_must_come_to_its_end(compiled: bool, token: str) -> None:
+    """Whether it is the first or not, and whoever waits for it; before the first byte any time may pass."""
+    own = Limits(frame_timeout_s=0.2)
+    with server(limits=own, compiled=compiled, token=token) as running:
+        with raw(running) as sock:
+            time.sleep(0.5)
+            sock.sendall(b"GCQ1\x03")
+            assert is_closed(sock)
+        if not token:
+            with raw(running) as sock:
+                sock.sendall(put_frame(key(1), b"value") + get_frame(key(1)) + get_frame(key(1))[:9])
+                assert list(answer(sock)[1]) == [Item.OK]
+                assert answer(sock)[2] == b"value"
+                assert is_closed(sock)
+
+
 def test_a_refused_value_is_read_away() -> None:
     """The connection stays usable, and its neighbours in the batch are stored."""
     with server(limits=Limits(max_value_bytes=4000, max_key_bytes=100)) as running, raw(running) as sock:
@@ -336,6 +354,21 @@ def test_what_has_expired_is_not_found() -> None:
         assert sdk.batch_exists([key(1), key(2)]) == [False, True]
         assert sdk.get(key(1)) != b"abc"
         assert sdk.remove([key(1), key(2)]) == [False, True]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_time_to_live_may_be_any_number(compiled: bool) -> None:
+    """What would end later than a record can tell ends when the latest do."""
+    longest = (1 << 64) - 1
+    with server(compiled=compiled) as running, client(running.port, compiled=compiled) as sdk:
+        names = [key(number) for number in range(5)]
+        assert sdk.put(names[0], b"abc", ttl_ms=longest) is Outcome.OK
+        assert set(sdk.batch_put(names[1:4], [b"abc"] * 3, ttl_ms=1 << 55)) == {Outcome.OK}
+        assert sdk.put(names[4], bytes(3 * MIB), ttl_ms=longest) is Outcome.OK
+        assert sdk.batch_exists(names) == [True] * 5
+        assert sdk.get(names[0]) == b"abc"
+        assert {entry.expiry_ns for entry in running.cache.arena.entries()} == {MAX_EXPIRY_NS}
+        assert sdk.audit() == []
 
 
 def test_leases_end_with_their_connection_and_are_bounded() -> None:

@@ -1,5 +1,6 @@
 """Objects that are found, held and copied without asking their server; which takes the compiled core."""
 
+import os
 import random
 import signal
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from struct import Struct
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -18,18 +20,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cygnet.gcache.arena import Arena, Entry
 from cygnet.gcache.limits import Limits
+from cygnet.gcache.protocol import Op, Want, pack_request, pack_wants
 from cygnet.gcache.record import PAGE, checksums
-from cygnet.gcache.runtime.attached import Attached
+from cygnet.gcache.runtime import channel
+from cygnet.gcache.runtime.attached import Attached, attach
 from cygnet.gcache.runtime.client import GCacheClient
 from cygnet.gcache.runtime.compiled import compiled_core
 from cygnet.gcache.runtime.node import ClusterOptions
 from cygnet.gcache.runtime.registry import LocalRegistry
 from cygnet.gcache.runtime.server import Server
-from cygnet.gcache.runtime.shared_index import SharedIndex, attach_index
+from cygnet.gcache.runtime.shared_index import NO_EPOCH, IndexHead, SharedIndex, attach_index
 from cygnet.gcache.runtime.shared_memory import SharedMemory, open_shared_memory
 from cygnet.gcache.runtime.views import StaleViewError, View
 from cygnet.kv.store import Outcome
-from support.gcache import MIB, client, key, server, server_process
+from support.gcache import MIB, answer, client, key, raw, server, server_process, wait_until
 
 pytestmark = pytest.mark.skipif(compiled_core() is None, reason="the compiled core is not built")
 
@@ -163,6 +167,185 @@ def test_it_goes_on_with_a_server_that_was_killed_and_started_anew() -> None:
         assert sdk.put(key(1), b"x" * 100) is Outcome.OK
         assert sdk.get_into(key(1), into) is Outcome.OK
         assert into == b"x" * 100
+
+
+def test_attaching_to_a_server_started_anew_lets_puts_through_too() -> None:
+    """The attach may be the probe of the breaker; what is read without asking tells it nothing later."""
+    with server_process() as process, client(process.port) as sdk:
+        assert sdk.put(key(1), b"value") is Outcome.OK
+        assert sdk.get_into(key(1), bytearray(5)) is Outcome.OK
+        peer = next(iter(sdk.lens.peers.values()))
+        first = attached(sdk)
+        process.signal(signal.SIGKILL)
+        assert sdk.get_into(key(1), bytearray(5)) is Outcome.FAILED
+        assert peer.is_failing
+        process.start()
+        time.sleep(1.1)  # longer than the breaker's first pause, and than attaching waits to be tried again
+        assert attached(sdk) is not first
+        assert not peer.is_failing
+        assert sdk.get_into(key(1), bytearray(5)) is Outcome.OK
+        assert sdk.put(key(2), b"other") is Outcome.OK
+
+
+def test_nobody_waits_for_one_who_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: object) -> Attached | None:
+        begun.set()
+        assert go_on.wait(60)
+        return attach(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(channel, "attach", slowly)
+    with server() as running, client(running.port) as sdk, ThreadPoolExecutor(1) as threads:
+        sdk.put(key(1), b"value")
+        peer = next(iter(sdk.lens.peers.values()))
+        slow = threads.submit(sdk.get_into, key(1), bytearray(5))
+        assert begun.wait(60)
+        assert peer.attached(time.monotonic() + 60) is None
+        assert sdk.get_into(key(1), bytearray(5)) is Outcome.OK, "by asking"
+        peer.close()  # nor does closing, and what is attached afterwards is closed then
+        go_on.set()
+        slow.result()
+        assert peer.attached(time.monotonic()) is None
+
+
+def test_what_is_closed_holds_and_lets_go_of_nothing() -> None:
+    """Its block may be another connection's by then."""
+    with server() as running, client(running.port) as sdk, client(running.port) as other:
+        sdk.put(key(1), b"value")
+        index = running.service.index
+        assert index is not None
+        mine = attached(sdk)
+        view = mine.view(key(1), 0)
+        assert view is not None
+        next(iter(sdk.lens.peers.values())).detach(mine)
+        deadline = time.monotonic() + 60
+        while index.table.held():
+            assert time.monotonic() < deadline
+        blocks = [index.take_block() for _ in range(4)]  # what was its own is among them
+        theirs = other.view(key(1))
+        assert isinstance(theirs, View)
+        before = index.table.held()
+        view.release()
+        assert mine.view(key(1), 0) is None
+        assert mine.copy_all([key(1)], [memoryview(bytearray(5))], 0) == bytes(1)
+        assert index.table.held() == before
+        for block in blocks:
+            assert block is not None
+            index.give_back(block)
+
+
+def test_a_forked_child_leaves_its_parents_holds_alone() -> None:
+    with server_process() as process, client(process.port) as sdk:
+        sdk.put(key(1), b"value")
+        mine = attached(sdk)
+        view = mine.view(key(1), 0)
+        assert view is not None
+        child = os.fork()
+        if child == 0:
+            found = mine.view(key(1), 0) is None and mine.copy_all([key(1)], [memoryview(bytearray(5))], 0) == b"\0"
+            view.release()
+            os._exit(0 if found else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert mine._table.is_held(view._slot)
+        view.release()
+        assert not mine._table.is_held(view._slot)
+        assert mine.copy_all([key(1)], [memoryview(bytearray(5))], 0) == b"\1"
+
+
+def test_views_that_are_never_released_keep_others_from_none_for_longer_than_their_lease() -> None:
+    with server(16 * MIB, limits=Limits(lease_s=0.5)) as running:
+        index = running.service.index
+        assert index is not None
+        with client(running.port) as greedy, client(running.port) as sdk:
+            for number in range(8):
+                sdk.put(key(number), bytes(MIB - 4096))
+            mine = attached(greedy)
+            hoard = [view for number in range(8) if (view := mine.view(key(number), 0)) is not None]
+            assert hoard
+            deadline = time.monotonic() + 60
+            while index.table.totals()[2]:
+                assert time.monotonic() < deadline, "counted for ever"
+                time.sleep(0.05)
+            ours = attached(sdk)
+            views = [view for number in range(4) if (view := ours.view(key(number), 0)) is not None]
+            assert views
+            for view in [*hoard, *views]:
+                view.release()
+            assert index.table.totals()[2] == 0
+
+
+def test_a_client_holds_nothing_for_longer_than_its_lease_whatever_it_writes(tmp_path: Path) -> None:
+    shared = open_shared_memory(tmp_path / "arena", MIB, 32 << 10)
+    with small_index(shared) as index:
+        arena = Arena(index.memory)
+        entry = arena.begin(key(1), 5)
+        assert entry is not None
+        arena.value(entry)[:] = b"value"
+        arena.commit(entry, checksums(key(1), b"value"))
+        block = index.take_block()
+        assert block is not None
+        now_ns = time.monotonic_ns()
+        lease_ns = int(Limits().lease_s * 1e9)
+        with index.path.open("r+b") as mapped:
+            # A block's page: how many holds there are, seven words, and a hold's slot and end.
+            for until_ns, holds in (
+                (now_ns + lease_ns, True),
+                (now_ns + 100 * lease_ns, False),
+                ((1 << 64) - 1, False),
+            ):
+                mapped.seek(PAGE + block * PAGE)
+                mapped.write(Struct("<10Q").pack(1, 0, 0, 0, 0, 0, 0, 0, entry.slot + 1, until_ns))
+                mapped.flush()
+                assert index.table.is_held(entry.slot) == holds
+                assert index.table.held() == [entry.slot] * holds
+                assert (index.table.totals()[2] > 0) == holds
+    shared.close()
+
+
+def test_what_is_being_sent_stays_in_place_for_as_long_as_that_takes() -> None:
+    value = os.urandom(12 * MIB)
+    with server(limits=Limits(lease_s=0.05)) as running, client(running.port) as sdk, raw(running) as sock:
+        index = running.service.index
+        assert index is not None
+        assert sdk.put(key(1), value) is Outcome.OK
+        sock.sendall(pack_request(Op.GET, 7, pack_wants([Want(key(1), len(value))]), count=1))
+        wait_until(lambda: index.table.held() != [], "the answer begins")
+        for number in range(20, 60):
+            sdk.put(key(number), bytes(MIB))
+        time.sleep(0.1)  # longer than a lease
+        assert len(index.table.held()) == 1
+        assert index.table.totals()[2] == 0, "that is no view"
+        assert answer(sock)[2] == value
+        wait_until(lambda: index.table.held() == [], "the answer ends")
+        assert running.cache.audit() == []
+
+
+def test_an_index_without_an_empty_bucket_is_given_up(tmp_path: Path) -> None:
+    """Another process may have written there; the server must not look for the end of a run for ever."""
+    shared = open_shared_memory(tmp_path / "arena", MIB, 32 << 10)
+    with small_index(shared) as index:
+        index.answer_all()
+        arena = Arena(index.memory)
+        entry = arena.begin(key(1), 5)
+        assert entry is not None
+        arena.value(entry)[:] = b"value"
+        arena.commit(entry, checksums(key(1), b"value"))
+        mapped = index.path.open("r+b")
+        buckets = 1 << (2 * arena.shape.num_slots).bit_length()
+        mapped.seek(-8 * buckets, os.SEEK_END)
+        mapped.write(b"\xee" * (8 * buckets))
+        mapped.close()
+        arena.kill(entry)
+        again = arena.begin(key(2), 0)
+        assert again is not None
+        arena.commit(again, [])
+        answered = IndexHead.unpack_from(index.path.read_bytes())[7]
+        assert answered == NO_EPOCH
+        index.answer_epoch(3)
+        assert IndexHead.unpack_from(index.path.read_bytes())[7] == NO_EPOCH, "for good"
+        assert arena.find(key(2)) is again, "found by asking"
+    shared.close()
 
 
 def test_a_frozen_server_is_asked_soon_and_so_found_out() -> None:

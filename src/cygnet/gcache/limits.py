@@ -13,6 +13,13 @@ FLAGS_PER_FRAME = 2048
 """Keys asked about with one request: half of what a frame may have, so that the longest keys fit too."""
 MAX_FRAME_BYTES = 1 << 30
 """Values in one frame; larger ones are sent in slices."""
+MAX_EXPIRY_NS = (1 << 63) - 1
+"""Latest end of an object that has one, in the year 2262: records and clients of any kind can tell it."""
+
+
+def expiry_of(now_ns: int, ttl_ms: int) -> int:
+    """Wall clock at which an object with that time to live ends; 0 for never. A peer may have sent any number."""
+    return min(now_ns + ttl_ms * 1_000_000, MAX_EXPIRY_NS) if ttl_ms else 0
 
 
 @dataclass(frozen=True)

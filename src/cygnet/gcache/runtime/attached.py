@@ -1,9 +1,11 @@
 """A client's way to objects of a server on the same machine without asking it: the arena, its index, and a block to
 hold objects in place with, which lasts as long as one connection."""
 
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from cygnet.gcache.protocol import ANY, NO_BLOCK, Op, unpack_number
 from cygnet.gcache.runtime.shared_index import attach_index
@@ -20,7 +22,12 @@ class EndedError(ConnectionError):
 
 
 class Attached:
-    """Thread-safe. `None` and 0 mean that the server must be asked. Raises `EndedError`."""
+    """Thread-safe. `None` and 0 mean that the server must be asked. Raises `EndedError`.
+
+    Once it is closed, and in a process forked from the one that attached, it finds and lets go of nothing: the block
+    may be another's, or is the parent's. That is the table's to see to, as it alone is not interrupted between looking
+    whether it may and writing.
+    """
 
     def __init__(self, wire: "Wire", table: "Table", block: int, arena: MappedArena) -> None:
         self._wire = wire
@@ -28,12 +35,10 @@ class Attached:
         self._table = table
         self._block = block
         self._arena = arena
-        self._ended = False
+        _attached.add(self)
 
     def view(self, key: bytes, epoch: int, value_bytes: int = ANY) -> View | None:
         """The object in place."""
-        if self._ended:
-            return None
         found = self._table.view(self._fd, self._block, epoch, key, value_bytes)
         if found is None:
             return None
@@ -44,8 +49,6 @@ class Attached:
 
     def copy_all(self, keys: list[bytes], buffers: list[memoryview], epoch: int) -> bytes:
         """Fill buffers with objects of their size; 1 for each that is filled."""
-        if self._ended:
-            return bytes(len(keys))
         copied = self._table.copy_all(self._fd, self._block, epoch, keys, buffers)
         if isinstance(copied, bool):
             raise EndedError("the gcache server has ended")
@@ -53,12 +56,26 @@ class Attached:
 
     def close(self) -> None:
         """What is held is let go. The block is the server's again, and perhaps another's."""
-        self._ended = True
+        self.end()
         self._wire.close()
 
+    def end(self) -> None:
+        """Find and let go of nothing any more. The connection stays: in a child process it is the parent's."""
+        self._table.end()
+
     def _release(self, hold: int) -> None:
-        if not self._ended:
-            self._table.release(self._block, hold)
+        self._table.release(self._block, hold)
+
+
+_attached: "WeakSet[Attached]" = WeakSet()
+
+
+def _after_fork() -> None:
+    for attached in list(_attached):
+        attached.end()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def attach(channel: "Channel", core: ModuleType) -> Attached | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cygnet.gcache.arena import Entry
-from cygnet.gcache.limits import Limits
+from cygnet.gcache.limits import Limits, expiry_of
 from cygnet.gcache.protocol import Item, Put
 from cygnet.gcache.record import GRANULE, layout, split_key, unpack_record, unpack_sums
 from cygnet.gcache.runtime.disk_tier import DiskTier
@@ -114,7 +114,7 @@ class Cache:
         if refused is not None:
             return refused
         ttl_ms = self.memory.namespaces.limits_of(key).ttl_of(ttl_ms)
-        expiry_ns = self.memory.wall_ns() + ttl_ms * 1_000_000 if ttl_ms else 0
+        expiry_ns = expiry_of(self.memory.wall_ns(), ttl_ms)
         needed = layout(len(key), value_bytes).record_bytes
         return self._room(lambda: self.arena.begin(key, value_bytes, expiry_ns, root), needed, deadline)
 
@@ -131,7 +131,7 @@ class Cache:
                 else:
                     fits = self._refused(put.key, put.value_bytes) is None and not self._closing
                 ttl_ms = namespaces.limits_of(put.key).ttl_of(put.ttl_ms) if namespaces.any else put.ttl_ms
-                expiry_ns = now_ns + ttl_ms * 1_000_000 if ttl_ms else 0
+                expiry_ns = expiry_of(now_ns, ttl_ms)
                 places.append(self.arena.begin(put.key, put.value_bytes, expiry_ns, put.root) if fits else None)
         return [
             place or self.reserve(put.key, put.value_bytes, put.ttl_ms, deadline, put.root)

@@ -55,6 +55,8 @@ MAX_UNIX_CONNECTIONS = 5
 """One of them for what is read without asking."""
 ATTACH_AGAIN_S = 1.0
 """Where attaching has failed, it is tried again so much later."""
+ATTACH_TIMEOUT_S = 1.0
+"""Most that attaching may take; of a call's own time, half: the other half is for asking."""
 
 
 class GCacheError(CygnetError):
@@ -299,45 +301,57 @@ class Peer:
         return self._arena is not None
 
     def attached(self, deadline: float) -> Attached | None:
-        """A way to its objects without asking it, where there is one; attaches the first time."""
+        """A way to its objects without asking it, where there is one; attaches the first time.
+
+        Whoever comes while another attaches asks meanwhile: the other may have more time.
+        """
         attached = self._attached
         if attached is not None or self._core is None or not self._may_map or time.monotonic() < self._attach_at:
             return attached
-        with self._attaching:
+        if not self._attaching.acquire(blocking=False):
+            return self._attached
+        try:
             if self._attached is None and time.monotonic() >= self._attach_at:
                 self._attach_at = time.monotonic() + ATTACH_AGAIN_S
-                self._attached = self._attach(self._core, deadline)
+                self._attach(self._core, deadline)
             return self._attached
+        finally:
+            self._attaching.release()
 
     def detach(self, attached: Attached) -> None:
         """That way has ended: the server has."""
-        with self._attaching:
+        with self._lock:
             if self._attached is not attached:
                 return
             self._attached = None
-        with self._lock:
             self._in_use[True] -= 1
             self._returned.notify()
         attached.close()
 
-    def _attach(self, core: ModuleType, deadline: float) -> Attached | None:
-        lent = self.channel(deadline, unix=True)
+    def _attach(self, core: ModuleType, deadline: float) -> None:
         try:
-            channel = lent.__enter__() if self.is_local(deadline) else None
+            if not self.is_local(deadline):
+                return
+            now = time.monotonic()
+            lent = self.channel(now + min(ATTACH_TIMEOUT_S, (deadline - now) / 2), unix=True, background=True)
+            channel = lent.__enter__()
         except (OSError, ProtocolError, GCacheError):
-            channel = None
-        if channel is None:
-            return None
+            return
         try:
             attached = attach(channel, core)
             if attached is not None and not channel.wire.disarm():
                 raise DeadlineError("the deadline has passed")
-        except (OSError, ProtocolError, GCacheError) as error:
+        except BaseException as error:
             lent.__exit__(type(error), error, None)
-            return None
-        if attached is None:
-            lent.__exit__(None, None, None)
-        return attached  # and its connection stays lent
+            if isinstance(error, OSError | ProtocolError | GCacheError):
+                return
+            raise
+        with self._lock:
+            if attached is not None and not self._closed:
+                self._attached = attached  # and its connection stays lent
+                self._breaker.succeeded()  # what `check_in` says for others: this may have been the probe
+                return
+        lent.__exit__(None, None, None)
 
     def channel(self, deadline: float, *, unix: bool = False, background: bool = False) -> Lent:
         """A connection to use in a `with` block, with its deadline set.
@@ -355,10 +369,11 @@ class Peer:
             self._closed = True
             idle = [*self._idle[False], *self._idle[True]]
             self._idle = {False: [], True: []}
+            attached = self._attached
         for channel in idle:
             channel.wire.close()
-        if self._attached is not None:
-            self.detach(self._attached)
+        if attached is not None:
+            self.detach(attached)
 
     def check_out(self, deadline: float, *, unix: bool) -> Channel | None:
         """An idle connection, or leave to make one."""

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import xxhash
 
-VERSION = 1
+VERSION = 2
 SWITCH = "CYGNET_GCACHE_COMPILED"
 
 

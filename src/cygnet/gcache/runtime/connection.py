@@ -109,7 +109,7 @@ class Connection:
         if self._block is not None and self._known and not self._is_attached and self._service.index is not None:
             timeout_ms = int(self._cache.limits.frame_timeout_s * 1000)
             wire.serve_gets(self._service.index.table, self._block, timeout_ms)
-        frame = wire.peek()
+        frame = wire.await_head(self._cache.limits.frame_timeout_s)
         if self._known and answer_one(wire, self._service, self._owner, frame):
             return
         try:

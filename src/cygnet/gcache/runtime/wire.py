@@ -149,6 +149,16 @@ class Wire:
             self._fill(HEAD_BYTES, max(HEAD_BYTES, min(expected, BUFFER_BYTES)))
         return self._buffer[self._begin : self._end]
 
+    def await_head(self, timeout_s: float) -> memoryview:
+        """Like `peek`, for however long nothing comes; but a head that has begun must be whole within `timeout_s`."""
+        self.arm(float("inf"))
+        self._fill(1, BUFFER_BYTES)
+        if self._end - self._begin < HEAD_BYTES:
+            self.arm(time.monotonic() + timeout_s)
+            self._fill(HEAD_BYTES, BUFFER_BYTES)
+            self.arm(float("inf"))
+        return self._buffer[self._begin : self._end]
+
     def serve_gets(self, table: "Table", block: int, timeout_ms: int) -> None:
         """Answer GETs of what the table finds, until something else has come, which `peek` then shows."""
         if self._buffer.nbytes < SERVER_BUFFER_BYTES:

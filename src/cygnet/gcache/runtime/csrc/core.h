@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
-#define CORE_VERSION 1
+#define CORE_VERSION 2
 
 /* --- xxh3, of the library that the xxhash package brings */
 

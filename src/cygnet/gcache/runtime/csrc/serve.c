@@ -36,7 +36,7 @@ static int gather(Answerer *a, const uint8_t *frame, size_t count, size_t meta_b
         if (!find(table, key, key_bytes, hashing.whole(key, key_bytes, 0), &found)) return 0;
         if (wanted != ANY_BYTES && wanted != found.value_bytes) return 0;
         uint64_t all = num_chunks(found.value_bytes);
-        if (first > all || !hold(table, a->block, i, &found, UINT64_MAX)) return 0;
+        if (first > all || !hold(table, a->block, i, &found, SENDING)) return 0;
         *held = i + 1;
         if (chunks == 0 || chunks > all - first) chunks = all - first;
         uint64_t begin = first * CHUNK_BYTES, size = found.value_bytes - begin;
@@ -107,7 +107,12 @@ static int answer_all(Answerer *a, uint8_t *buffer, size_t size, size_t *begin, 
             *end = have;
         }
         if (have < HEAD_BYTES) {
-            ssize_t got = recv(a->fd, buffer + have, READ_AHEAD - have, 0);
+            if (have) { /* only who has begun nothing may be idle */
+                if (receive_all(a->fd, buffer + have, HEAD_BYTES - have, now_ms() + a->timeout_ms) != 1) return ENDED;
+                *end = HEAD_BYTES;
+                continue;
+            }
+            ssize_t got = recv(a->fd, buffer, READ_AHEAD, 0);
             if (got < 0 && errno == EINTR) continue;
             if (got <= 0) return ENDED;
             *end += (size_t)got;
@@ -129,6 +134,7 @@ static int answer_all(Answerer *a, uint8_t *buffer, size_t size, size_t *begin, 
             *end += missing;
             frame = buffer + *begin;
         }
+        if (!answers(a->table, load64(frame + 16))) return FOR_OTHERS; /* the frame may have been long in coming */
         int done = answer_get(a, frame, count, meta_bytes);
         if (done != ANSWERED) return done;
         *begin += HEAD_BYTES + meta_bytes;
@@ -159,9 +165,11 @@ PyObject *table_serve(PyObject *self, PyObject *args) {
     Answerer a = {table, &table->blocks[number], fd, timeout_ms, metas, parts, 4096};
     size_t from = (size_t)begin, to = (size_t)end;
     int done;
+    if (table->serving) table->serving[number] = 1;
     Py_BEGIN_ALLOW_THREADS
     done = answer_all(&a, buffer.buf, (size_t)buffer.len, &from, &to);
     Py_END_ALLOW_THREADS
+    if (table->serving) table->serving[number] = 0;
     PyMem_RawFree(parts);
     free(a.metas);
     PyBuffer_Release(&buffer);

@@ -71,9 +71,10 @@ int answers(const Table *table, uint64_t epoch) {
     return answered == ANSWERS_ALL || (answered == epoch && answered != NONE);
 }
 
-/* Slots that are held: calls `each` until it says 1. */
-static int each_held(const Table *table, uint64_t now, int (*each)(void *, uint64_t), void *context) {
+/* Slots that are held: calls `each` until it says 1. `sent`: those too that the server itself holds while it sends. */
+static int each_held(const Table *table, uint64_t now, int sent, int (*each)(void *, uint64_t), void *context) {
     uint64_t blocks = __atomic_load_n(&table->head->top_block, __ATOMIC_ACQUIRE);
+    uint64_t most = table->lease_ns < (uint64_t)1 << 62 ? table->lease_ns + ALIVE_NS : (uint64_t)1 << 62, latest = now + most;
     if (blocks > table->num_blocks) blocks = table->num_blocks;
     for (uint64_t i = 0; i < blocks; i++) {
         Block *block = &table->blocks[i];
@@ -82,7 +83,10 @@ static int each_held(const Table *table, uint64_t now, int (*each)(void *, uint6
         for (uint64_t j = 0; j < top; j++) {
             uint64_t slot = __atomic_load_n(&block->holds[j].slot, __ATOMIC_ACQUIRE);
             if (slot == 0 || slot > table->num_slots) continue;
-            if (__atomic_load_n(&block->holds[j].until_ns, RELAXED) <= now) continue;
+            uint64_t until_ns = __atomic_load_n(&block->holds[j].until_ns, RELAXED);
+            if (until_ns <= now) continue;
+            /* No client may hold anything for much longer than a lease: such an end is none. */
+            if (until_ns > latest && !(sent && until_ns == SENDING && table->serving && table->serving[i])) continue;
             if (each(context, slot - 1)) return 1;
         }
     }
@@ -96,6 +100,25 @@ static int add_slot(void *context, uint64_t slot) {
     int failed = number == NULL || PyList_Append(context, number) < 0;
     Py_XDECREF(number);
     return failed;
+}
+
+typedef struct {
+    const Table *table;
+    uint64_t bytes;
+} Sum;
+
+static int add_bytes(void *context, uint64_t slot) {
+    Sum *sum = context;
+    uint64_t units = __atomic_load_n(&words_of(sum->table, slot)[2], RELAXED);
+    if (units <= sum->table->num_granules) sum->bytes += units * GRANULE;
+    return 0;
+}
+
+/* What clients keep in place now. A lease that is over counts no more, whether or not its view was released. */
+static uint64_t bytes_held(const Table *table) {
+    Sum sum = {table, 0};
+    each_held(table, clock_ns(CLOCK_MONOTONIC), 0, add_bytes, &sum);
+    return sum.bytes;
 }
 
 /* --- the type */
@@ -131,6 +154,10 @@ static int table_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     uint64_t marks_at = 4096 + table->num_blocks * BLOCK_BYTES;
     uint64_t buckets_at = marks_at + round_up(table->num_slots, 4096);
     if (buckets_at + 8 * buckets > index_bytes) goto refuse;
+    if (writable && (table->serving = PyMem_RawCalloc(table->num_blocks + 1, 1)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
     table->mask = buckets - 1;
     table->blocks = (Block *)((uint8_t *)table->head + 4096);
     table->marks = (uint8_t *)table->head + marks_at;
@@ -145,6 +172,7 @@ static void table_dealloc(PyObject *self) {
     Table *table = (Table *)self;
     if (table->arena_buffer.obj != NULL) PyBuffer_Release(&table->arena_buffer);
     if (table->index_buffer.obj != NULL) PyBuffer_Release(&table->index_buffer);
+    PyMem_RawFree(table->serving);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -170,10 +198,20 @@ static PyObject *set_stamp(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* There is always an empty bucket: there are more buckets than slots, and each slot is in one at most. */
+/* There is always an empty bucket: there are more buckets than slots, and each slot is in one at most. If there is none,
+ * someone else has written there: nothing is answered from it any more, for good. */
+static void give_up(Table *table) {
+    table->damaged = 1;
+    __atomic_store_n(&table->head->answered, NONE, __ATOMIC_SEQ_CST);
+}
+
 static void insert(Table *table, uint64_t slot, uint64_t hash) {
-    uint64_t tag = hash >> 32, fresh = tag << 32 | (slot + 1), at = tag & table->mask;
-    while (table->buckets[at] != 0 && table->buckets[at] != fresh) at = (at + 1) & table->mask;
+    uint64_t tag = hash >> 32, fresh = tag << 32 | (slot + 1), at = tag & table->mask, tries = 0;
+    for (; table->buckets[at] != 0 && table->buckets[at] != fresh; at = (at + 1) & table->mask)
+        if (tries++ == table->mask) {
+            give_up(table);
+            return;
+        }
     __atomic_store_n(&table->marks[slot], 0, RELAXED);
     __atomic_store_n(&table->buckets[at], fresh, __ATOMIC_RELEASE);
 }
@@ -235,7 +273,12 @@ static PyObject *publish(PyObject *self, PyObject *args) {
 
 /* Later ones of its run move up into the hole, so that no bucket stands behind an empty one that ends its search. */
 static void close_hole(Table *table, uint64_t hole) {
+    uint64_t tries = 0;
     for (uint64_t at = (hole + 1) & table->mask; table->buckets[at] != 0; at = (at + 1) & table->mask) {
+        if (tries++ == table->mask) {
+            give_up(table);
+            break;
+        }
         uint64_t home = (table->buckets[at] >> 32) & table->mask;
         if (((at - home) & table->mask) < ((at - hole) & table->mask)) continue; /* its home lies behind the hole */
         __atomic_store_n(&table->buckets[hole], table->buckets[at], __ATOMIC_RELEASE);
@@ -246,11 +289,17 @@ static void close_hole(Table *table, uint64_t hole) {
 
 static void remove_key(Table *table, uint64_t slot, const void *key, size_t key_bytes) {
     uint64_t tag = hashing.whole(key, key_bytes, 0) >> 32, gone = tag << 32 | (slot + 1);
-    for (uint64_t at = tag & table->mask; table->buckets[at] != 0; at = (at + 1) & table->mask)
+    uint64_t tries = 0;
+    for (uint64_t at = tag & table->mask; table->buckets[at] != 0; at = (at + 1) & table->mask) {
         if (table->buckets[at] == gone) {
             close_hole(table, at);
             return;
         }
+        if (tries++ == table->mask) {
+            give_up(table);
+            return;
+        }
+    }
 }
 
 static PyObject *hide(PyObject *self, PyObject *args) {
@@ -277,7 +326,7 @@ static PyObject *retire(PyObject *self, PyObject *args) {
     if (key.len) remove_key(table, slot, key.buf, (size_t)key.len);
     PyBuffer_Release(&key);
     uint64_t wanted = slot;
-    return PyBool_FromLong(each_held(table, clock_ns(CLOCK_MONOTONIC), is_slot, &wanted));
+    return PyBool_FromLong(each_held(table, clock_ns(CLOCK_MONOTONIC), 1, is_slot, &wanted));
 }
 
 static PyObject *shown(PyObject *self, PyObject *unused) {
@@ -292,12 +341,12 @@ static PyObject *is_held(PyObject *self, PyObject *args) {
     unsigned long long slot;
     if (!PyArg_ParseTuple(args, "K", &slot)) return NULL;
     uint64_t wanted = slot;
-    return PyBool_FromLong(each_held((Table *)self, clock_ns(CLOCK_MONOTONIC), is_slot, &wanted));
+    return PyBool_FromLong(each_held((Table *)self, clock_ns(CLOCK_MONOTONIC), 1, is_slot, &wanted));
 }
 
 static PyObject *held(PyObject *self, PyObject *unused) {
     PyObject *list = PyList_New(0);
-    if (list != NULL && each_held((Table *)self, clock_ns(CLOCK_MONOTONIC), add_slot, list)) Py_CLEAR(list);
+    if (list != NULL && each_held((Table *)self, clock_ns(CLOCK_MONOTONIC), 1, add_slot, list)) Py_CLEAR(list);
     return list;
 }
 
@@ -320,13 +369,12 @@ static PyObject *take_marks(PyObject *self, PyObject *unused) {
 
 static PyObject *totals(PyObject *self, PyObject *unused) {
     Table *table = (Table *)self;
-    uint64_t gets = 0, bytes = 0, held_bytes = 0;
+    uint64_t gets = 0, bytes = 0;
     for (uint64_t i = 0; i < table->num_blocks && i < table->head->top_block; i++) {
         gets += __atomic_load_n(&table->blocks[i].gets, RELAXED);
         bytes += __atomic_load_n(&table->blocks[i].got_bytes, RELAXED);
-        held_bytes += __atomic_load_n(&table->blocks[i].held_bytes, RELAXED);
     }
-    return Py_BuildValue("(KKK)", gets, bytes, held_bytes);
+    return Py_BuildValue("(KKK)", gets, bytes, bytes_held(table));
 }
 
 /* Begin or end the use of a block; what it has counted is returned. */
@@ -367,6 +415,7 @@ static PyObject *fill(PyObject *self, PyObject *args) {
 static PyObject *set_answered(PyObject *self, PyObject *args) {
     unsigned long long epoch;
     if (!PyArg_ParseTuple(args, "K", &epoch)) return NULL;
+    if (((Table *)self)->damaged) epoch = NONE;
     __atomic_store_n(&((Table *)self)->head->answered, (uint64_t)epoch, __ATOMIC_SEQ_CST);
     Py_RETURN_NONE;
 }
@@ -403,6 +452,7 @@ static PyObject *view(PyObject *self, PyObject *args) {
     unsigned long long number, epoch, value_bytes;
     PyObject *key;
     if (!PyArg_ParseTuple(args, "iKKSK", &fd, &number, &epoch, &key, &value_bytes)) return NULL;
+    if (table->ended) Py_RETURN_NONE;
     Block *block = block_of(table, number);
     if (block == NULL) return NULL;
     if (!lives(fd)) Py_RETURN_FALSE;
@@ -412,19 +462,27 @@ static PyObject *view(PyObject *self, PyObject *args) {
     if (!answers(table, epoch) || !is_awake(table)) Py_RETURN_NONE;
     if (!find(table, bytes, size, hashing.whole(bytes, size, 0), &found)) Py_RETURN_NONE;
     if (value_bytes != ANY_BYTES && value_bytes != found.value_bytes) Py_RETURN_NONE;
-    uint64_t index = 0, all = found.value_bytes + found.value_at;
+    uint64_t index = 0, own = __atomic_load_n(&words_of(table, found.slot)[2], RELAXED) * GRANULE, all = own;
     while (index < HOLDS && table->taken[index]) index++;
     if (index == HOLDS) Py_RETURN_NONE;
     for (uint64_t i = 0; i < table->num_blocks && i < table->head->top_block; i++)
         all += __atomic_load_n(&table->blocks[i].held_bytes, RELAXED);
-    if (all > table->head->max_held_bytes) Py_RETURN_NONE;
+    /* That counts views whose lease is over, but not yet released: it is looked closely only where it is too much. */
+    uint64_t most = __atomic_load_n(&table->head->max_held_bytes, RELAXED);
+    if (all > most && own + bytes_held(table) > most) Py_RETURN_NONE;
     if (!hold(table, block, index, &found, clock_ns(CLOCK_MONOTONIC) + table->lease_ns)) Py_RETURN_NONE;
     table->taken[index] = 1;
-    table->in_use[index] = found.value_bytes + found.value_at;
+    table->in_use[index] = own;
     __atomic_store_n(&block->held_bytes, block->held_bytes + table->in_use[index], RELAXED);
     __atomic_store_n(&block->gets, block->gets + 1, RELAXED);
     uint64_t offset = table->data_at + found.start * GRANULE + found.value_at;
     return Py_BuildValue("(KKKKK)", found.slot, found.stamp, offset, found.value_bytes, index);
+}
+
+/* From now on nothing is done with the block, which may be another's, nor with the connection. */
+static PyObject *end(PyObject *self, PyObject *unused) {
+    ((Table *)self)->ended = 1;
+    Py_RETURN_NONE;
 }
 
 static PyObject *release(PyObject *self, PyObject *args) {
@@ -433,7 +491,7 @@ static PyObject *release(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KK", &number, &index)) return NULL;
     Block *block = block_of(table, number);
     if (block == NULL) return NULL;
-    if (index < HOLDS && table->taken[index]) {
+    if (!table->ended && index < HOLDS && table->taken[index]) {
         table->taken[index] = 0;
         __atomic_store_n(&block->holds[index].slot, 0, __ATOMIC_RELEASE);
         uint64_t held_bytes = block->held_bytes;
@@ -465,13 +523,13 @@ static PyObject *copy_all(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "keys and buffers differ in number");
         return NULL;
     }
-    if (!lives(fd)) Py_RETURN_FALSE;
+    if (!table->ended && !lives(fd)) Py_RETURN_FALSE;
     PyObject *answer = PyBytes_FromStringAndSize(NULL, count);
     if (answer == NULL) return NULL;
     uint8_t *done = (uint8_t *)PyBytes_AS_STRING(answer);
     memset(done, 0, (size_t)count);
     uint64_t gets = 0, got_bytes = 0;
-    for (Py_ssize_t i = 0; i < count && answers(table, epoch) && is_awake(table); i++) {
+    for (Py_ssize_t i = 0; i < count && !table->ended && answers(table, epoch) && is_awake(table); i++) {
         PyObject *key = PyList_GET_ITEM(keys, i);
         Py_buffer into;
         if (!PyBytes_Check(key) || PyObject_GetBuffer(PyList_GET_ITEM(buffers, i), &into, PyBUF_WRITABLE) < 0) {
@@ -497,6 +555,7 @@ static PyObject *copy_all(PyObject *self, PyObject *args) {
         }
         PyBuffer_Release(&into);
     }
+    if (table->ended) return answer; /* while the interpreter's lock was let go */
     __atomic_store_n(&block->gets, block->gets + gets, RELAXED);
     __atomic_store_n(&block->got_bytes, block->got_bytes + got_bytes, RELAXED);
     return answer;
@@ -520,6 +579,7 @@ static PyMethodDef table_methods[] = {
     {"beat", beat, METH_NOARGS, "Say that the server is alive."},
     {"serve", table_serve, METH_VARARGS, "Answer gets on a connection until something else comes."},
     {"view", view, METH_VARARGS, "Hold an object in place and say where it is; False: the server has ended."},
+    {"end", end, METH_NOARGS, "A client's use of it has ended: nothing is found or held any more."},
     {"release", release, METH_VARARGS, "Hold it no longer."},
     {"generation", generation, METH_VARARGS, "Of a slot's object; what was read before counts if it is the same."},
     {"copy_all", copy_all, METH_VARARGS, "Fill buffers with objects; False: the server has ended."},

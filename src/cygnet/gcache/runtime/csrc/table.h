@@ -16,6 +16,7 @@
 #define HOLDS 252u
 #define ALIVE_NS 2000000000u /* a server that has not been alive for so long may have been given up: it is asked */
 #define NONE UINT64_MAX
+#define SENDING UINT64_MAX /* end of a hold that the server has while it sends what is held */
 #define ANSWERS_ALL (UINT64_MAX - 1)
 
 typedef struct {
@@ -46,12 +47,15 @@ typedef struct {
     IndexHead *head;
     Block *blocks;
     uint8_t *marks;
+    uint8_t *serving; /* of the server: blocks whose holds are its own; under the interpreter's lock */
     uint64_t *buckets;
     uint64_t num_slots, data_at, num_granules;
     uint64_t mask; /* buckets less one */
     uint64_t num_blocks, lease_ns;
     uint64_t in_use[HOLDS];   /* bytes held by each hold of a client; under the interpreter's lock */
     uint8_t taken[HOLDS];
+    int damaged; /* the buckets, which are the server's alone to write */
+    int ended; /* a client's use of it, and of its block; under the interpreter's lock */
 } Table;
 
 typedef struct {
