@@ -89,16 +89,19 @@ async def test_each_attempt_is_a_span() -> None:
     recorded = Recorded()
     async with MockWorker("a", vanish) as bad, MockWorker("b") as good:
         async with routing([bad, good], tracing=recorded.tracing, routing__policy="round_robin") as router:
-            for _ in range(2):  # one of them begins with the worker that breaks off
+            tried: dict[object, ReadableSpan] = {}
+            for count in range(1, 21):  # some begin with the worker that breaks off, until it is left alone
                 assert (await ask(router, BODY)).status == 200
-            requests = await recorded.requests(2)
-            tried = {attribute(request, "cygnet.attempts"): request for request in requests}
+                requests = await recorded.requests(count)
+                tried = {attribute(request, "cygnet.attempts"): request for request in requests}
+                if len(tried) == 2:
+                    break
             assert set(tried) == {1, 2}
             attempts = [s for s in recorded.spans("upstream") if parent_of(s) == tried[2].context.span_id]
             assert [attribute(span, "server.port") for span in attempts] == [bad.port, good.port]
             assert attribute(attempts[0], "error.type") == "reset"
             assert [span.status.is_ok for span in attempts] == [False, True]
-            assert [span.status.is_ok for span in requests] == [True, True]
+            assert all(span.status.is_ok for span in requests)
 
 
 async def test_waiting_is_a_span() -> None:
