@@ -52,7 +52,7 @@ class Load:
     """In tokens as the bench estimates them, 4 bytes each."""
 
 
-FULL = Load(sessions=16, turns=4, max_input=3000)
+FULL = Load(sessions=16, turns=3, max_input=2500)
 QUICK = Load(sessions=5, turns=2, max_input=2000)
 
 
@@ -145,6 +145,7 @@ def run_trace(options: argparse.Namespace, folder: Path) -> int:
     results: dict[str, dict[str, Any]] = {}
     for name, settings in servers(size, device, folder / "store", quick=options.quick).items():
         settings = {**settings, "engine.max_num_batched_tokens": CHUNK, "kv.dtype": "bfloat16"}
+        settings["model.max_model_len"] = whole.longest + OUTPUT + BLOCK  # of a small pool most would go to windows
         sets = [f"{key}={value}" for key, value in settings.items()]
         with ChildServer("gemma3-270m", sets) as server:
             report = results[name] = bench(server.url, options.trace.resolve(), load, folder / "bench.json")
