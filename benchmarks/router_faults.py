@@ -160,6 +160,18 @@ class Rig:
         await self.processes[name].wait()
         self.struck.add(name)
 
+    async def without(self, name: str, seconds: float) -> None:
+        """kill -9, and start it again so long after."""
+        await self.kill(name)
+        await asyncio.sleep(seconds)
+        await self.start(name)
+
+    async def between(self, name: str, first: signal.Signals, last: signal.Signals, seconds: float) -> None:
+        """Send it a signal, and another so long after."""
+        self.send(name, first)
+        await asyncio.sleep(seconds)
+        self.send(name, last)
+
     def due(self) -> set[str]:
         """Requests whose answer had begun and was not ended at what was struck; those of a router, anywhere."""
         begun: set[str] = set()
@@ -222,45 +234,33 @@ def fault(name: str, habits: Habits | None = None, callers: int = 40) -> Callabl
 
 @fault("worker killed")
 async def worker_killed(rig: Rig) -> None:
-    await rig.kill("worker-1")
-    await asyncio.sleep(rig.seconds(1, 4))
-    await rig.start("worker-1")
+    await rig.without("worker-1", rig.seconds(1, 4))
 
 
 @fault("worker hung")
 async def worker_hung(rig: Rig) -> None:
-    rig.send("worker-1", signal.SIGSTOP)
     rig.struck.add("worker-1")
-    await asyncio.sleep(rig.seconds(6, 10))
-    rig.send("worker-1", signal.SIGCONT)
+    await rig.between("worker-1", signal.SIGSTOP, signal.SIGCONT, rig.seconds(6, 10))
 
 
 @fault("worker answers garbage")
 async def worker_garbage(rig: Rig) -> None:
-    rig.send("worker-1", signal.SIGUSR1)
-    await asyncio.sleep(rig.seconds(1.5, 5))
-    rig.send("worker-1", signal.SIGUSR1)
+    await rig.between("worker-1", signal.SIGUSR1, signal.SIGUSR1, rig.seconds(1.5, 5))
 
 
 @fault("worker breaks off each time")
 async def worker_vanishes(rig: Rig) -> None:
-    rig.send("worker-1", signal.SIGUSR2)
-    await asyncio.sleep(rig.seconds(1.5, 5))
-    rig.send("worker-1", signal.SIGUSR2)
+    await rig.between("worker-1", signal.SIGUSR2, signal.SIGUSR2, rig.seconds(1.5, 5))
 
 
 @fault("Redis killed")
 async def redis_killed(rig: Rig) -> None:
-    await rig.kill("redis")
-    await asyncio.sleep(rig.seconds(1, 5))
-    await rig.start("redis")
+    await rig.without("redis", rig.seconds(1, 5))
 
 
 @fault("Redis frozen")
 async def redis_frozen(rig: Rig) -> None:
-    rig.send("redis", signal.SIGSTOP)
-    await asyncio.sleep(rig.seconds(1.5, 5))
-    rig.send("redis", signal.SIGCONT)
+    await rig.between("redis", signal.SIGSTOP, signal.SIGCONT, rig.seconds(1.5, 5))
 
 
 async def redis_command(rig: Rig, text: str) -> None:
@@ -285,9 +285,7 @@ async def redis_scripts(rig: Rig) -> None:
 
 @fault("router killed")
 async def router_killed(rig: Rig) -> None:
-    await rig.kill("router-0")
-    await asyncio.sleep(rig.seconds(1, 3))
-    await rig.start("router-0")
+    await rig.without("router-0", rig.seconds(1, 3))
 
 
 @fault("router ends by SIGTERM")
