@@ -120,25 +120,13 @@ class Channel:
         more_body_bytes: int = 0,
     ) -> int:
         """Send a request; returns its id. `more_body_bytes` are to be sent by the caller."""
-        request_id = self.next_id()
-        request = pack_request(
-            op,
-            request_id,
-            meta,
-            count=count,
-            flags=flags,
-            epoch=self.epoch,
-            budget_ms=self.budget_ms(),
-            body_bytes=sum(map(len, body)) + more_body_bytes,
-        )
+        request_id, request = self._request(op, meta, count, flags, sum(map(len, body)) + more_body_bytes)
         self.wire.send([request, *body])
         return request_id
 
-    def send_hashed(
-        self, core: ModuleType, op: Op, meta: bytes, *, count: int, flags: int, values: list[tuple[memoryview, int]]
-    ) -> int:
-        """Send a request whose body is chunks, and behind them their checksums with these seeds; returns its id."""
-        request_id = self.next_id()
+    def _request(self, op: Op, meta: bytes, count: int, flags: int, body_bytes: int) -> tuple[int, bytes]:
+        """Id and head of a new request."""
+        request_id, budget_ms = self.next_id(), self.budget_ms()
         head = pack_request(
             op,
             request_id,
@@ -146,9 +134,16 @@ class Channel:
             count=count,
             flags=flags,
             epoch=self.epoch,
-            budget_ms=self.budget_ms(),
-            body_bytes=sum(len(view) + 8 for view, _ in values),
+            budget_ms=budget_ms,
+            body_bytes=body_bytes,
         )
+        return request_id, head
+
+    def send_hashed(
+        self, core: ModuleType, op: Op, meta: bytes, *, count: int, flags: int, values: list[tuple[memoryview, int]]
+    ) -> int:
+        """Send a request whose body is chunks, and behind them their checksums with these seeds; returns its id."""
+        request_id, head = self._request(op, meta, count, flags, sum(len(view) + 8 for view, _ in values))
         self.wire.send_hashed(head, values, core)
         return request_id
 
